@@ -1,0 +1,34 @@
+"""TROLL: trust regions instead of clipping for reinforcement learning of language models.
+
+    old = troll.sparsify(old_logits, sampled)                                # once per rollout
+    proposal = troll.sparsify(logits, sampled)                               # every update
+    loss, metrics = troll.troll_loss(proposal, old, advantages, loss_mask)
+    loss.backward()
+
+The data flows through the folders in this order: policy → projection → objective; ``advantages`` stand beside them.
+"""
+
+from troll import advantages
+from troll.errors import InputError
+from troll.objective import aggregate, clip_loss, regression, troll_loss, unconstrained_loss
+from troll.policy import PackedPolicy, SparsePolicy, restrict, sparsify, token_kl
+from troll.projection import Projection, project
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InputError",
+    "PackedPolicy",
+    "Projection",
+    "SparsePolicy",
+    "advantages",
+    "aggregate",
+    "clip_loss",
+    "project",
+    "regression",
+    "restrict",
+    "sparsify",
+    "token_kl",
+    "troll_loss",
+    "unconstrained_loss",
+]

@@ -1,0 +1,135 @@
+"""What the estimators accept, checked in one place.
+
+The problem: an advantage is a constant of the loss, so a bad reward makes no noise. One infinite reward makes the
+standard deviation of its group infinite and every advantage of the group 0 or NaN; a NaN on a padding token spreads
+through every sum it enters (0·NaN = NaN). Here, on the way in,
+
+- tensors become detached float32, or stay float64: no advantage carries a gradient or is computed in half precision;
+- entries that count must be finite; entries under the mask are set to 0 and never read.
+
+Every refusal is an :class:`troll.errors.InputError`.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError
+
+__all__ = [
+    "as_floats",
+    "as_mask",
+    "as_rewards",
+    "as_token_floats",
+    "require_between",
+    "require_eps",
+    "require_finite",
+    "require_same_device",
+]
+
+
+def as_floats(name: str, x: Tensor, shape: str) -> Tensor:
+    """Return ``x`` detached in float32 (float64 stays); it must be a non-empty tensor of shape "[B]" or "[B, T]"."""
+    _require_tensor(name, x, shape)
+    _require_real(name, x)
+    return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def as_rewards(rewards: Tensor) -> Tensor:
+    """Return one finite reward per sample, [B]."""
+    r = as_floats("rewards", rewards, "[B]")
+    _require_counted_finite("rewards", r, torch.ones_like(r, dtype=torch.bool))
+    return r
+
+
+def as_mask(loss_mask: Tensor) -> Tensor:
+    """Return ``loss_mask`` [B, T] as bool; given as bool, or as 0 and 1 of any integer or floating dtype."""
+    _require_tensor("loss_mask", loss_mask, "[B, T]")
+    _require_real("loss_mask", loss_mask)
+    mask = loss_mask == 1
+    other = ~mask & (loss_mask != 0)  # a NaN is neither and lands here
+    if other.any():
+        at = other.nonzero()[0].tolist()
+        raise InputError(
+            f"loss_mask{at} = {loss_mask[tuple(at)].item()}",
+            "only 0 and 1, or bool",
+            "loss_mask != 0, if that is what you mean",
+        )
+    return mask
+
+
+def as_token_floats(name: str, x: Tensor, mask: Tensor) -> Tensor:
+    """Return ``x`` [B, T] with 0 under the mask; what counts must be finite, what does not may be anything."""
+    floats = as_floats(name, x, "[B, T]")
+    require_same_device(name, floats, "loss_mask", mask)
+    if floats.shape != mask.shape:
+        raise InputError(
+            f"{name} of shape {tuple(floats.shape)} with loss_mask of shape {tuple(mask.shape)}",
+            "the same [B, T] for both",
+            "cut both to the completion tokens, without the prompt",
+        )
+    _require_counted_finite(name, floats, mask)
+    return floats.masked_fill(~mask, 0.0)
+
+
+def require_same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Refuse two tensors on different devices."""
+    if x.device != other.device:
+        raise InputError(
+            f"{name} on {x.device} with {other_name} on {other.device}",
+            "both on one device",
+            f"{other_name}.to({name}.device)",
+        )
+
+
+def require_between(name: str, value: float, low: float, high: float) -> None:
+    """Refuse a ``value`` that is not a number in [low, high]."""
+    if not (isinstance(value, Real) and low <= value <= high):
+        raise InputError(f"{name}={value!r}", f"a number in [{low}, {high}]", f"{name}=1.0, the default")
+
+
+def require_eps(eps: float, default: float) -> None:
+    """Refuse an ``eps`` that is not a finite number > 0: with 0, equal rewards would give 0/0."""
+    if not (isinstance(eps, Real) and 0 < eps < math.inf):
+        raise InputError(f"eps={eps!r}", "a finite number > 0", f"eps={default}, the default")
+
+
+def require_finite(what: str, x: Tensor) -> Tensor:
+    """Return ``x``, computed from finite numbers; refuse if it overflowed."""
+    if not x.isfinite().all():
+        limit = torch.finfo(x.dtype).max
+        raise InputError(
+            f"finite numbers whose {what} overflows {x.dtype}",
+            f"numbers whose sums and squares stay below {limit:.1e}",
+            "rescale the rewards, or pass them as float64",
+        )
+    return x
+
+
+def _require_tensor(name: str, x: Tensor, shape: str) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} of type {type(x).__name__}", f"a torch tensor {shape}", f"torch.as_tensor({name})")
+    if x.ndim != shape.count(",") + 1:
+        raise InputError(f"{name} of shape {tuple(x.shape)}", f"shape {shape}", "B samples, T completion tokens")
+    if x.numel() == 0:
+        raise InputError(f"{name} of shape {tuple(x.shape)}", f"a non-empty {shape}", "leave an empty batch out")
+
+
+def _require_real(name: str, x: Tensor) -> None:
+    if x.is_complex():
+        raise InputError(f"{name} of dtype {x.dtype}", "bool, integer or floating numbers", f"{name}.real")
+
+
+def _require_counted_finite(name: str, x: Tensor, counted: Tensor) -> None:
+    bad = counted & ~x.isfinite()
+    if bad.any():
+        at = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"{name}{at} = {x[tuple(at)].item()} ({int(bad.sum())} such entries)",
+            "a finite number wherever it counts",
+            "look at what produced this entry; a sample without a reward is left out with its group, or masked",
+        )

@@ -1,0 +1,101 @@
+"""One reward per sample, several samples per prompt: how much better than its group was each sample?
+
+All four estimators start from the deviation dᵢ = rᵢ − mean_G r and differ in its scale. ``groups`` is an int G
+(consecutive blocks of G samples) or an integer tensor [B] of group ids; a group needs two samples to have a baseline.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from troll.advantages.groups import group_deviation, group_samples, group_sum
+from troll.advantages.inputs import as_mask, as_rewards, require_eps, require_finite
+from troll.advantages.whitening import whiten
+from troll.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["dr_grpo", "grpo", "reinforce_pp_baseline", "rloo"]
+
+
+def grpo(rewards: Tensor, groups: int | Tensor, eps: float = 1e-4) -> Tensor:
+    """Return Aᵢ = (rᵢ − mean_G r) / (std_G r + eps), GRPO (arXiv 2402.03300).
+
+    The standard deviation is the unbiased one, 1/(G−1), as in TRL and verl. A group of equal rewards gives exactly 0.
+    Dividing by it weighs prompts that are nearly always or nearly never solved more; :func:`dr_grpo` does not.
+
+    Args:
+        rewards: [B] finite rewards.
+        groups: group size G, or group ids [B].
+        eps: added to the standard deviation; 1e-4 in TRL, 1e-6 in verl.
+
+    Returns:
+        [B] a detached constant in float32 (float64 if ``rewards`` is).
+    """
+    require_eps(eps, 1e-4)
+    r = as_rewards(rewards)
+    grouping = group_samples(groups, r)
+    deviation = group_deviation(r, grouping)  # [B]
+    variance = group_sum(deviation.square(), grouping) / (grouping.sizes - 1)  # [N]
+    # An overflow would be silent: σ = ∞ makes every advantage of the group 0.
+    std = require_finite("variance", variance).sqrt()
+    return deviation / (std[grouping.group_of] + eps)
+
+
+def dr_grpo(rewards: Tensor, groups: int | Tensor) -> Tensor:
+    """Return Aᵢ = rᵢ − mean_G r, Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation.
+
+    Args:
+        rewards: [B] finite rewards.
+        groups: group size G, or group ids [B].
+
+    Returns:
+        [B] a detached constant in float32 (float64 if ``rewards`` is).
+    """
+    r = as_rewards(rewards)
+    return require_finite("group mean", group_deviation(r, group_samples(groups, r)))
+
+
+def rloo(rewards: Tensor, groups: int | Tensor) -> Tensor:
+    """Return Aᵢ = rᵢ − mean_{j∈G, j≠i} rⱼ, REINFORCE leave-one-out (arXiv 2402.14740).
+
+    Since Σ_{j≠i} rⱼ = G·mean_G r − rᵢ, this is G/(G−1) · (rᵢ − mean_G r), which is how it is computed. The baseline
+    does not depend on the sample it is subtracted from: the policy gradient is unbiased.
+
+    Args:
+        rewards: [B] finite rewards.
+        groups: group size G, or group ids [B].
+
+    Returns:
+        [B] a detached constant in float32 (float64 if ``rewards`` is).
+    """
+    r = as_rewards(rewards)
+    grouping = group_samples(groups, r)
+    factor = (grouping.sizes / (grouping.sizes - 1).to(r.dtype))[grouping.group_of]  # [B]
+    return require_finite("group mean", factor * group_deviation(r, grouping))
+
+
+def reinforce_pp_baseline(rewards: Tensor, groups: int | Tensor, loss_mask: Tensor) -> Tensor:
+    """Return rᵢ − mean_G r on every counted token of sample i, whitened over the batch (arXiv 2501.03262).
+
+    Whitening is :func:`troll.advantages.whiten` over tokens: a long completion enters μ and σ once per token.
+
+    Args:
+        rewards: [B] finite rewards.
+        groups: group size G, or group ids [B].
+        loss_mask: [B, T] 1 where a token counts.
+
+    Returns:
+        [B, T] a detached constant in float32 (float64 if ``rewards`` is), 0 outside the mask.
+    """
+    r = as_rewards(rewards)
+    mask = as_mask(loss_mask)
+    if mask.shape[0] != r.shape[0]:
+        raise InputError(
+            f"loss_mask of shape {tuple(mask.shape)} with rewards of shape {tuple(r.shape)}",
+            "one row [T] of loss_mask per reward",
+            "rewards and completions in the same order, one each",
+        )
+    deviation = require_finite("group mean", group_deviation(r, group_samples(groups, r)))
+    return whiten(deviation[:, None].expand(mask.shape), mask)

@@ -1,0 +1,60 @@
+"""Values per token → one number, by the estimator's own rule. Sums run over the counted tokens of ``loss_mask``.
+
+rule                       formula                                        also known as
+``token_mean``             Σ_i Σ_t x / Σ_i |o_i|                          DAPO, BNPO; verl ``token-mean``
+``sequence_mean``          mean_i ( Σ_t x / |o_i| )                       GRPO; verl ``seq-mean-token-mean``
+``sequence_sum``           mean_i ( Σ_t x )                               verl ``seq-mean-token-sum``
+``constant``               Σ_i Σ_t x / (B L), L = ``max_length``          Dr.GRPO; verl ``seq-mean-token-sum-norm``
+
+Sequences without a counted token are padding: they add nothing and do not count in a mean over sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError, require_choice
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+
+
+def aggregate(
+    values: Tensor,
+    loss_mask: Tensor,
+    rule: Aggregation = "token_mean",
+    *,
+    max_length: int | None = None,
+    total: float | Tensor | None = None,
+) -> Tensor:
+    """Aggregate ``values`` [B, T] over the counted tokens of the boolean ``loss_mask`` [B, T].
+
+    Args:
+        values: one number per token; what lies outside the mask is not read and gets no gradient.
+        loss_mask: which tokens count.
+        rule: see above.
+        max_length: the constant L of ``"constant"``, the longest completion the run allows.
+        total: what the sum is divided by in place of this batch's own count: tokens for ``"token_mean"``, sequences
+            for the others. With the count of the whole batch, the losses of its micro-batches add up to its loss.
+    """
+    require_choice("aggregation", rule, get_args(Aggregation))
+    if (rule == "constant") != (max_length is not None):
+        raise InputError(
+            f"aggregation={rule!r} with max_length={max_length}",
+            "max_length with 'constant', and only there",
+            "max_length=the longest completion the run allows, or aggregation='token_mean'",
+        )
+    kept = torch.where(loss_mask, values, 0.0)
+    lengths = loss_mask.sum(-1)
+    if rule == "token_mean":
+        return kept.sum() / (lengths.sum().clamp(min=1) if total is None else total)
+    if rule == "sequence_mean":
+        per_sequence = kept.sum(-1) / lengths.clamp(min=1)
+    elif rule == "sequence_sum":
+        per_sequence = kept.sum(-1)
+    else:
+        assert max_length is not None
+        per_sequence = kept.sum(-1) / max_length
+    return per_sequence.sum() / ((lengths > 0).sum().clamp(min=1) if total is None else total)

@@ -1,0 +1,102 @@
+"""What TROLL is compared with: PPO's clipping and no trust region, with the signature and metrics of ``troll_loss``.
+
+The ratio is that of the full softmax, as PPO defines it; everything around it is shared, so that a comparison differs
+in the trust region alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError
+from troll.objective.aggregation import Aggregation, aggregate
+from troll.objective.batch import Batch
+from troll.objective.metrics import Metrics, mean, policy_metrics
+from troll.objective.ratio import RatioLevel, ratios
+from troll.policy import OnInvalid, SparsePolicy, Tail, align, token_kl
+
+
+def clip_loss(
+    proposal: SparsePolicy,
+    old: SparsePolicy,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    tail: Tail = "floor",
+    ratio_level: RatioLevel = "token",
+    aggregation: Aggregation = "token_mean",
+    max_length: int | None = None,
+    total: float | Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    on_invalid: OnInvalid = "raise",
+) -> tuple[Tensor, Metrics]:
+    """PPO's clipped objective, as a loss: aggregate_t ( −w_t min(r_t A_t, clip(r_t, 1 − low, 1 + high) A_t) ).
+
+    Args:
+        proposal, old, advantages, loss_mask: as for ``troll_loss``.
+        clip_low, clip_high: different values are the asymmetric clip (DAPO's clip-higher: 0.2 and 0.28). With
+            ``ratio_level="sequence"`` this is GSPO, whose recipe is 3e-4 and 4e-4.
+        dual_clip: c > 1: where A < 0, the objective is at least c A, however large the ratio.
+        tail: only for the KL that is reported.
+        ratio_level, aggregation, max_length, total, importance_weights, on_invalid: as for ``troll_loss``.
+    """
+    for name, value, limit in (("clip_low", clip_low, 1.0), ("clip_high", clip_high, float("inf"))):
+        if not 0 <= value <= limit:
+            raise InputError(f"{name}={value}", f"0 ≤ {name} ≤ {limit}", "0.2, the default")
+    if dual_clip is not None and not dual_clip > 1:
+        raise InputError(f"dual_clip={dual_clip}", "a number > 1, or None", "3")
+    batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
+    ratio, metrics = _unprojected(proposal, old, batch, ratio_level, tail)
+    plain = ratio * batch.advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantages
+    objective = torch.minimum(plain, clipped)
+    metrics["clipped_fraction"] = mean((clipped < plain).to(ratio.dtype), batch.counted)
+    if dual_clip is not None:
+        floor = dual_clip * batch.advantages
+        dual = (batch.advantages < 0) & (objective < floor)
+        objective = torch.where(dual, floor, objective)
+        metrics["dual_clipped_fraction"] = mean(dual.to(ratio.dtype), batch.counted)
+    return _finish(objective, batch, aggregation, max_length, total), metrics
+
+
+def unconstrained_loss(
+    proposal: SparsePolicy,
+    old: SparsePolicy,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    tail: Tail = "floor",
+    ratio_level: RatioLevel = "token",
+    aggregation: Aggregation = "token_mean",
+    max_length: int | None = None,
+    total: float | Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    on_invalid: OnInvalid = "raise",
+) -> tuple[Tensor, Metrics]:
+    """The importance-weighted policy gradient without a trust region, as a loss: aggregate_t ( −w_t r_t A_t ).
+
+    Arguments as for ``clip_loss``.
+    """
+    batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
+    ratio, metrics = _unprojected(proposal, old, batch, ratio_level, tail)
+    return _finish(ratio * batch.advantages, batch, aggregation, max_length, total), metrics
+
+
+def _unprojected(
+    proposal: SparsePolicy, old: SparsePolicy, batch: Batch, level: RatioLevel, tail: Tail
+) -> tuple[Tensor, Metrics]:
+    with torch.no_grad():
+        kl = token_kl(*align(proposal, old, tail))
+    ratio = ratios(proposal.sampled_log_probs - old.sampled_log_probs, batch.counted, level)
+    return ratio, policy_metrics(proposal, old, batch, ratio, kl)
+
+
+def _finish(
+    objective: Tensor, batch: Batch, aggregation: Aggregation, max_length: int | None, total: float | Tensor | None
+) -> Tensor:
+    weighted = objective if batch.weights is None else objective * batch.weights
+    return aggregate(-weighted, batch.counted, aggregation, max_length=max_length, total=total)

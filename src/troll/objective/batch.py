@@ -1,0 +1,81 @@
+"""What every loss is given, checked once: which tokens count, their advantages and importance weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError, require_choice
+from troll.policy import OnInvalid, SparsePolicy
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Checked inputs of a loss. Outside ``counted`` all numbers are harmless constants."""
+
+    counted: Tensor
+    """[B, T] bool."""
+    advantages: Tensor
+    """[B, T]."""
+    weights: Tensor | None
+    """[B, T] off-policy importance weights, or None."""
+    skipped: Tensor
+    """[] tokens of the loss mask that were left out because a policy has no distribution there."""
+
+    @classmethod
+    def of(
+        cls,
+        proposal: SparsePolicy,
+        old: SparsePolicy,
+        advantages: Tensor,
+        loss_mask: Tensor,
+        importance_weights: Tensor | None,
+        on_invalid: OnInvalid,
+    ) -> Batch:
+        """Check and broadcast. Advantages are [B] or [B, T]; importance weights are broadcast likewise."""
+        require_choice("on_invalid", on_invalid, ("raise", "mask"))
+        if len(proposal.shape) != 2 or loss_mask.shape != proposal.shape:
+            raise InputError(
+                f"a proposal over {list(proposal.shape)} positions and loss_mask {list(loss_mask.shape)}",
+                "[B, T] for both",
+                "logits[None] and loss_mask[None] for a single sequence",
+            )
+        asked = loss_mask.bool()
+        counted = asked & proposal.valid & old.valid
+        skipped = (asked & ~counted).sum()
+        if on_invalid == "raise" and not torch.compiler.is_compiling() and bool(skipped > 0):
+            at = (asked & ~counted).nonzero()[0].tolist()
+            which = "proposal" if not bool(proposal.valid[tuple(at)]) else "old policy"
+            raise InputError(
+                f"a {which} without a distribution at position {at}, which loss_mask counts",
+                "a distribution at every counted position",
+                "the same loss_mask for sparsify and the loss, or on_invalid='mask' to leave such positions out",
+            )
+        weights = importance_weights
+        return cls(
+            counted=counted,
+            advantages=_per_token("advantages", advantages, counted),
+            weights=None if weights is None else _per_token("importance_weights", weights, counted),
+            skipped=skipped,
+        )
+
+
+def _per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
+    """[B] or [B, T] → [B, T] with zeros outside the counted tokens; NaN and inf are refused among them."""
+    if x.requires_grad:
+        raise InputError(f"{name} that require gradient", "constants", f"{name}.detach()")
+    if x.shape not in (counted.shape, counted.shape[:1]):
+        raise InputError(
+            f"{name} {list(x.shape)} for a batch {list(counted.shape)}",
+            "one per sequence [B] or one per token [B, T]",
+            f"{name}.reshape(B) or {name}.expand(B, T)",
+        )
+    x = torch.where(counted, x if x.dim() == 2 else x[:, None], 0.0)
+    if not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
+        at = (~x.isfinite()).nonzero()[0].tolist()
+        raise InputError(
+            f"{name} {float(x[tuple(at)])} at position {at}", "finite numbers", "looking at the reward of that sequence"
+        )
+    return x

@@ -1,0 +1,28 @@
+"""Logits → sparse policies, and the divergences between them.
+
+``sparsify`` keeps the most probable tokens; ``restrict`` scores the tokens another policy kept; ``align`` brings two
+policies onto one support; ``pack`` and ``unpack`` store them.
+"""
+
+from troll.policy.align import LOG_FLOOR, Aligned, Tail, align
+from troll.policy.divergence import entropy, kl_terms, sequence_kl, token_kl, total_variation
+from troll.policy.packed import PackedPolicy
+from troll.policy.sparse import SparsePolicy
+from troll.policy.sparsify import OnInvalid, restrict, sparsify
+
+__all__ = [
+    "LOG_FLOOR",
+    "Aligned",
+    "OnInvalid",
+    "PackedPolicy",
+    "SparsePolicy",
+    "Tail",
+    "align",
+    "entropy",
+    "kl_terms",
+    "restrict",
+    "sequence_kl",
+    "sparsify",
+    "token_kl",
+    "total_variation",
+]

@@ -1,0 +1,104 @@
+"""Two sparse policies → their log-probabilities over one common support, slot 0 the sampled token.
+
+``floor``   (the authors' way) the supports are joined; a token missing on one side gets log 1e-12 there; both sides are
+            renormalised. A side that dropped nothing gives a missing token no probability at all.
+``bucket``  the support is the old policy's, and everything else is one more outcome with the mass that was dropped, on
+            both sides. The KL of such coarse distributions never exceeds the true one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError, require_choice
+from troll.policy.sparse import SparsePolicy
+
+Tail = Literal["floor", "bucket"]
+LOG_FLOOR = -27.631021115928547  # log 1e-12
+
+
+class Aligned(NamedTuple):
+    """Log-probabilities over a common support; positions masked out on either side are one-hot on slot 0 on both."""
+
+    proposal: Tensor
+    """[..., S], carries gradient."""
+    old: Tensor
+    """[..., S], constant."""
+
+
+def align(proposal: SparsePolicy, old: SparsePolicy, tail: Tail = "floor") -> Aligned:
+    """Bring ``proposal`` and ``old`` onto one support, with the given treatment of what was dropped."""
+    require_choice("tail", tail, ("floor", "bucket"))
+    _check_pair(proposal, old)
+    valid = proposal.valid & old.valid
+    p, q = _join(proposal, old) if tail == "floor" else _bucket(proposal, old)
+    one_hot = torch.full_like(q, -torch.inf)
+    one_hot[..., 0] = 0.0
+    return Aligned(*(torch.where(valid.unsqueeze(-1), x, one_hot).log_softmax(-1) for x in (p, q)))
+
+
+def _join(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:
+    """Slots of the old policy, then those of the proposal; a token of both keeps the old policy's slot."""
+    in_old, _ = _find(proposal.token_ids, old.token_ids)
+    in_proposal, where = _find(old.token_ids, proposal.token_ids)
+    p_floor, q_floor = (
+        torch.where(policy.log_tail > -torch.inf, LOG_FLOOR, -torch.inf).to(policy.log_probs.dtype).unsqueeze(-1)
+        for policy in (proposal, old)
+    )
+    p_at_old = torch.where(in_proposal, proposal.log_probs.gather(-1, where), p_floor)
+    p_at_old = torch.where(old.token_ids >= 0, p_at_old, -torch.inf)
+    extra = (proposal.token_ids >= 0) & ~in_old
+    p = torch.cat([p_at_old, torch.where(extra, proposal.log_probs, -torch.inf)], dim=-1)
+    q = torch.cat([old.log_probs, torch.where(extra, q_floor, -torch.inf)], dim=-1)
+    return p, q
+
+
+def _find(needles: Tensor, haystack: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each id of ``needles`` [..., M] is in ``haystack`` [..., K] of its position, and in which slot."""
+    ordered, order = haystack.sort(-1)
+    at = torch.searchsorted(ordered, needles.contiguous()).clamp(max=haystack.shape[-1] - 1)
+    found = (ordered.gather(-1, at) == needles) & (needles >= 0)
+    return found, torch.where(found, order.gather(-1, at), 0)
+
+
+def _bucket(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:
+    """Slots of the old policy, then the bucket."""
+    if proposal.token_ids.shape != old.token_ids.shape or _any(
+        (proposal.token_ids != old.token_ids) & (proposal.token_ids >= 0)
+    ):
+        raise InputError(
+            "a proposal on a support of its own with tail='bucket'",
+            "a proposal on the support of the old policy",
+            "troll.restrict(logits, old) instead of troll.sparsify for the proposal, or tail='floor'",
+        )
+    p = torch.cat([proposal.log_probs, proposal.log_tail.unsqueeze(-1)], dim=-1)
+    q = torch.cat([old.log_probs, old.log_tail.unsqueeze(-1)], dim=-1)
+    return p, q
+
+
+def _check_pair(proposal: SparsePolicy, old: SparsePolicy) -> None:
+    if old.log_probs.requires_grad or old.log_tail.requires_grad:
+        raise InputError(
+            "an old policy that requires gradient", "a constant", "torch.no_grad() when scoring it, or old.detach()"
+        )
+    for name, a, b, hint in (
+        ("shape", list(proposal.shape), list(old.shape), "scoring the same completions with both"),
+        ("vocab_size", proposal.vocab_size, old.vocab_size, "scoring both with the same model"),
+        ("temperature", proposal.temperature, old.temperature, "the temperature of the rollout for both"),
+        ("dtype", proposal.log_probs.dtype, old.log_probs.dtype, "float32 logits for both"),
+    ):
+        if a != b:
+            raise InputError(f"a proposal with {name} {a} and an old policy with {name} {b}", "the same for both", hint)
+    if _any((proposal.sampled != old.sampled) & proposal.valid & old.valid):
+        raise InputError(
+            "a proposal and an old policy with different sampled tokens",
+            "the same completion scored by both",
+            "checking that both were given the same sampled ids, in the same order of sequences",
+        )
+
+
+def _any(bad: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and bool(bad.any())

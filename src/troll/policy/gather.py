@@ -1,0 +1,94 @@
+"""Log-probabilities of a softmax at chosen tokens, without a second tensor of the size of the logits.
+
+For logits z, a support S and L = log Σ e^z:   log p_k = z_k − L for k ∈ S,   log tail = log Σ_{j∉S} e^{z_j} − L.
+
+With upstream gradients g_k and g_τ, p = softmax(z), τ the mass of the tail, and Γ = Σ g_k + g_τ:
+
+    ∂/∂z_k = g_k − p_k Γ  (k ∈ S),     ∂/∂z_j = p_j (g_τ / τ − Γ)  (j ∉ S)
+
+so the backward needs L and the logits that are there already. Rows are worked off in chunks, in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def row_chunks(logits: Tensor) -> Iterator[slice]:
+    """Slices of rows, each of about sixteen million logits."""
+    rows = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    for start in range(0, logits.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+def work_dtype(logits: Tensor) -> torch.dtype:
+    """fp64 stays fp64; everything else is computed in fp32."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """The logits in work precision, divided by the temperature."""
+    z = logits.to(work_dtype(logits))
+    return z if temperature == 1.0 else z / temperature
+
+
+def _hidden(token_ids: Tensor) -> Tensor:
+    """The ids as indices; unused slots repeat the first one, so that they hide nothing else."""
+    return torch.where(token_ids >= 0, token_ids, token_ids[:, :1]).clamp(min=0)
+
+
+class _LogProbsAt(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, token_ids: Tensor, log_norm: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        used = token_ids >= 0
+        log_probs = torch.empty(token_ids.shape, dtype=work_dtype(logits), device=logits.device)
+        log_tail = torch.empty(token_ids.shape[:1], dtype=work_dtype(logits), device=logits.device)
+        for rows in row_chunks(logits):
+            z = scaled(logits[rows], temperature) - log_norm[rows, None]
+            log_probs[rows] = z.gather(-1, token_ids[rows].clamp(min=0)).masked_fill(~used[rows], -torch.inf)
+            log_tail[rows] = z.scatter(-1, _hidden(token_ids[rows]), -torch.inf).logsumexp(-1)
+        log_tail = torch.where(used[:, 0], log_tail, 0.0)
+        ctx.save_for_backward(logits, token_ids, log_norm, log_tail)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return log_probs, log_tail
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_log_probs: Tensor | None, g_tail: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        logits, token_ids, log_norm, log_tail = ctx.saved_tensors
+        used = token_ids >= 0
+        g_kept = torch.zeros_like(log_norm)[:, None].expand(token_ids.shape) if g_log_probs is None else g_log_probs
+        g_kept = torch.where(used, g_kept, 0.0)
+        total = g_kept.sum(-1, keepdim=True)
+        if g_tail is not None:
+            g_tail = torch.where(log_tail > -torch.inf, g_tail, 0.0)[:, None]
+            total = total + g_tail
+        grad = torch.empty_like(logits)
+        for rows in row_chunks(logits):
+            log_p = scaled(logits[rows], ctx.temperature) - log_norm[rows, None]
+            g = (-log_p.exp() * total[rows]).scatter_add_(-1, token_ids[rows].clamp(min=0), g_kept[rows])
+            if g_tail is not None:
+                share = (log_p - log_tail[rows, None]).clamp(max=0.0).exp()  # p_j / τ ≤ 1 outside S
+                g += share.scatter_(-1, _hidden(token_ids[rows]), 0.0) * g_tail[rows]
+            grad[rows] = torch.where(used[rows, :1], g / ctx.temperature, 0.0).to(grad.dtype)
+        return grad, None, None, None
+
+
+def log_probs_at(logits: Tensor, token_ids: Tensor, log_norm: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities at ``token_ids`` [N, K] (−1: unused) and log of the mass outside them, differentiable.
+
+    ``log_norm`` [N] is the log-sum-exp of the scaled logits [N, V]. Rows whose slot 0 is unused read nothing, return
+    −inf and a tail of mass 1, and get no gradient, whatever their logits hold.
+    """
+    log_probs, log_tail = _LogProbsAt.apply(logits, token_ids, log_norm, temperature)  # type: ignore[no-untyped-call]
+    return log_probs, log_tail

@@ -1,0 +1,77 @@
+"""``PackedPolicy``: a ``SparsePolicy`` without its unused slots (compressed sparse rows), for storage and transport.
+
+Bytes per position with n kept tokens: 3 n for the ids (24 bits hold every vocabulary), 4 n for the log-probabilities,
+2 for n, 4 for the tail: 62 for n = 8, where the padded form with 64 slots has 772. The sampled token is the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError
+from troll.policy.sparse import SparsePolicy
+
+_ID_BYTES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPolicy:
+    """The kept tokens of all positions one after another. ``unpack`` gives the original back bit for bit."""
+
+    counts: Tensor
+    """[...] int16, kept tokens per position."""
+    token_ids: Tensor
+    """[nnz, 3] uint8, little-endian ids."""
+    log_probs: Tensor
+    """[nnz] fp32 (or fp64)."""
+    log_tail: Tensor
+    """[...] fp32 (or fp64)."""
+    slots: int
+    """Slots per position of the padded form (K)."""
+    vocab_size: int
+    temperature: float
+
+    @classmethod
+    def of(cls, policy: SparsePolicy) -> PackedPolicy:
+        """Pack a policy; it becomes a constant."""
+        policy = policy.detach()
+        if policy.vocab_size > 1 << (8 * _ID_BYTES):
+            raise InputError(f"a vocabulary of {policy.vocab_size}", "at most 2²⁴ tokens", "keeping the padded form")
+        if policy.token_ids.shape[-1] > torch.iinfo(torch.int16).max:
+            raise InputError(
+                f"{policy.token_ids.shape[-1]} slots per position", "at most 32,767", "a smaller max_support (64)"
+            )
+        used = policy.token_ids >= 0
+        if bool((used[..., 1:] & ~used[..., :-1]).any()):
+            raise InputError(
+                "a policy with unused slots between used ones", "unused slots at the end", "packing a sparsified policy"
+            )
+        ids = policy.token_ids[used]
+        digits = torch.stack([(ids >> (8 * byte)) & 0xFF for byte in range(_ID_BYTES)], dim=-1)
+        return cls(
+            counts=used.sum(-1).to(torch.int16),
+            token_ids=digits.to(torch.uint8),
+            log_probs=policy.log_probs[used],
+            log_tail=policy.log_tail,
+            slots=policy.token_ids.shape[-1],
+            vocab_size=policy.vocab_size,
+            temperature=policy.temperature,
+        )
+
+    def unpack(self) -> SparsePolicy:
+        """The padded form."""
+        used = torch.arange(self.slots, device=self.counts.device) < self.counts.unsqueeze(-1)
+        digits = self.token_ids.long()
+        ids = torch.full(used.shape, -1, device=used.device)
+        ids[used] = (digits << torch.arange(0, 8 * _ID_BYTES, 8, device=used.device)).sum(-1)
+        log_probs = torch.full(used.shape, -torch.inf, dtype=self.log_probs.dtype, device=used.device)
+        log_probs[used] = self.log_probs
+        return SparsePolicy(ids, log_probs, self.log_tail, self.vocab_size, temperature=self.temperature)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(x.nbytes for x in (self.counts, self.token_ids, self.log_probs, self.log_tail))

@@ -1,0 +1,61 @@
+"""Which tokens to keep: the most probable ones, greedily, and always the sampled one.
+
+Ties go to the lower token id, so that the choice depends on the row alone and not on the device, the batch around it or
+the run. bf16 logits tie often: their spacing is 1/8 at a logit of 20.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from troll.policy.gather import row_chunks, scaled
+
+
+def log_norms(logits: Tensor, temperature: float) -> Tensor:
+    """log Σ e^z of every row, [N, V] → [N]; not finite exactly where the row has a NaN, a +inf or only −inf."""
+    chunks = [scaled(logits[rows], temperature).logsumexp(-1) for rows in row_chunks(logits)]
+    return torch.cat(chunks) if chunks else logits.new_zeros(0, dtype=torch.float32)
+
+
+def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and ids of the k largest entries of each row, in descending order, ties by ascending id."""
+    if z.dtype != torch.float32:
+        values, ids = z.sort(dim=-1, descending=True, stable=True)
+        return values[:, :k], ids[:, :k]
+    # One integer key a token: the value's bits in an order-preserving form above, the complement of the id below.
+    bits = (z + 0.0).view(torch.int32)  # + 0.0 turns −0.0 into 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    complement = torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
+    keys = (ordered << 32) | complement
+    ids = z.shape[-1] - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return z.gather(-1, ids), ids
+
+
+def select(
+    logits: Tensor, sampled: Tensor, log_norm: Tensor, max_support: int, tail_mass: float, temperature: float
+) -> Tensor:
+    """Ids of the kept tokens, [N, V] → [N, K]: the sampled token first, the others by falling probability, then −1.
+
+    The most probable tokens are taken until what is left has at most ``tail_mass``, and never more than
+    ``max_support``; a sampled token that is not among them takes one of those places.
+    """
+    K = min(max_support, logits.shape[-1])
+    chosen = []
+    for rows in row_chunks(logits):
+        z, ids = largest(scaled(logits[rows], temperature), K)
+        p = (z - log_norm[rows, None]).double().exp()
+        beyond = (1.0 - p.sum(-1, keepdim=True)).clamp(min=0.0)
+        left = p.flip(-1).cumsum(-1).flip(-1) + beyond  # mass not yet taken when this token's turn comes
+        keep = z > -torch.inf if tail_mass == 0 else (left > tail_mass) & (z > -torch.inf)
+        chosen.append(_sampled_first(ids, keep, sampled[rows]))
+    return torch.cat(chosen) if chosen else sampled.new_zeros(0, K)
+
+
+def _sampled_first(ids: Tensor, keep: Tensor, sampled: Tensor) -> Tensor:
+    """Move the sampled token to slot 0; if it was not kept it pushes the others back, the last one out when full."""
+    kept = torch.where(keep, ids, -1)
+    others = torch.where(kept == sampled[:, None], -1, kept)
+    order = (others < 0).to(torch.int8).argsort(dim=-1, stable=True)  # unused slots last
+    others = others.gather(-1, order)
+    return torch.cat([sampled[:, None], others], dim=-1)[:, : ids.shape[-1]]

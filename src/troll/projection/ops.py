@@ -1,0 +1,132 @@
+"""The projection and its derivative as PyTorch operators, ``troll::project`` and ``troll::project_backward``.
+
+As operators they are opaque to ``torch.compile`` (no graph break, whatever the solver does inside), run in their own
+precision under autocast, and refuse double backward with a sentence instead of a wrong number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from troll.policy import LOG_FLOOR, token_kl
+from troll.projection.bracketing import solve_bracketing
+from troll.projection.derivative import vjp
+from troll.projection.geodesic import point, work_dtype
+from troll.projection.newton import solve_newton
+
+SOLVERS = {"newton": solve_newton, "bracketing": solve_bracketing}
+
+
+def _path(proposal: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalised log π_old and d = log π̃ − log π_old in work precision, d finite everywhere.
+
+    A token that only the proposal excludes has log 1e-12 there, as a token that it dropped; one outside the old policy
+    is outside the family and has d = 0. A row without any token is replaced by a one-hot one.
+    """
+    log_old = old.to(work_dtype(old))
+    empty = (log_old == -torch.inf).all(-1)
+    log_old = torch.cat([torch.where(empty, 0.0, log_old[:, 0])[:, None], log_old[:, 1:]], dim=-1).log_softmax(-1)
+    floored = torch.where(proposal == -torch.inf, LOG_FLOOR, proposal.to(log_old.dtype))
+    return log_old, torch.where(log_old == -torch.inf, 0.0, floored - log_old)
+
+
+@torch.library.custom_op("troll::project", mutates_args=())
+def project_rows(
+    proposal: Tensor, old: Tensor, kl_bound: Tensor, solver: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows [N, K] and bounds [N] → projected [N, K] and, [N] each, mix, KL before and after, iterations, converged."""
+    log_old, d = _path(proposal, old)
+    bound = kl_bound.to(log_old.dtype)
+    full = point(log_old, d, torch.ones_like(bound))
+    shared = (old > -torch.inf) & (proposal > -torch.inf)
+    disjoint = ~shared.any(-1) & (old > -torch.inf).any(-1)
+    kl_before = torch.where(disjoint, torch.inf, full.kl)
+    active = kl_before > bound
+    anchored = active & (disjoint | (bound == 0))  # no way to go, or nowhere to go: the old policy itself
+
+    mix = torch.where(active, 0.0, torch.ones_like(bound))
+    kl_after = torch.where(active, 0.0, kl_before)
+    projected = torch.where(active[:, None], old, proposal)
+    iterations = torch.zeros_like(bound, dtype=torch.int64)
+    converged = torch.ones_like(active)
+
+    rows = (active & ~anchored).nonzero()[:, 0]
+    if rows.numel() > 0:
+        log_old, d, bound = log_old[rows], d[rows], bound[rows]
+        solution = SOLVERS[solver](log_old, d, kl_before[rows], bound)
+        t, fits = _inside_after_rounding(log_old, d, solution.mix, bound, projected.dtype)
+        stored = point(log_old, d, t).log_probs.to(projected.dtype)
+        stored = torch.where(fits[:, None], stored, old[rows])
+        projected[rows] = stored
+        mix[rows] = torch.where(fits, t, 0.0)
+        kl_after[rows] = torch.where(fits, token_kl(stored.to(log_old.dtype), log_old), 0.0)
+        iterations[rows], converged[rows] = solution.iterations, solution.converged
+    return projected, mix, kl_before, kl_after, iterations, converged
+
+
+def _inside_after_rounding(
+    log_old: Tensor, d: Tensor, mix: Tensor, bound: Tensor, storage: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A mix so much smaller that the KL is within the bound also after log π is rounded to its storage type.
+
+    Rounding moves log π_i by at most u |log π_i|, u half the spacing of the type at 1, and the KL by at most
+    u Σ π |log π| |log π − log π_old|. The second result is False where that leaves no room (ε near the square of u).
+    """
+    here = point(log_old, d, mix)
+    log_ratio = torch.where(log_old == -torch.inf, 0.0, here.log_probs - log_old)
+    weight = torch.where(log_old == -torch.inf, 0.0, here.log_probs.exp() * here.log_probs)
+    slack = 0.5 * torch.finfo(storage).eps * (weight * log_ratio).abs().sum(-1)
+    shrunk = mix - (here.kl - bound + slack) / (mix * here.variance)
+    return shrunk.clamp(max=1 - torch.finfo(mix.dtype).eps), (shrunk > 0) & (slack < bound)
+
+
+@project_rows.register_fake
+def _(proposal: Tensor, old: Tensor, kl_bound: Tensor, solver: str) -> tuple[Tensor, ...]:
+    row = proposal.new_empty(proposal.shape[:1], dtype=work_dtype(proposal))
+    return (
+        torch.empty_like(proposal, memory_format=torch.contiguous_format),
+        row,
+        torch.empty_like(row),
+        torch.empty_like(row),
+        torch.empty_like(row, dtype=torch.int64),
+        torch.empty_like(row, dtype=torch.bool),
+    )
+
+
+@torch.library.custom_op("troll::project_backward", mutates_args=())
+def project_rows_backward(grad: Tensor, projected: Tensor, proposal: Tensor, old: Tensor, mix: Tensor) -> Tensor:
+    """Equation (7) for rows: the gradient on ``proposal`` [N, K]."""
+    _, d = _path(proposal, old)
+    constant = (mix < 1)[:, None] & ((old == -torch.inf) | (proposal == -torch.inf))
+    result = vjp(grad.to(d.dtype), projected.to(d.dtype), d, mix).masked_fill(constant, 0.0)
+    return result.to(grad.dtype).contiguous()
+
+
+@project_rows_backward.register_fake
+def _(grad: Tensor, projected: Tensor, proposal: Tensor, old: Tensor, mix: Tensor) -> Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    proposal, old, _, _ = inputs
+    projected, mix, *diagnostics = output
+    ctx.save_for_backward(projected, proposal, old, mix)
+    ctx.mark_non_differentiable(mix, *diagnostics)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    return None if grad is None else project_rows_backward(grad, *ctx.saved_tensors), None, None, None
+
+
+def _refuse(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError(
+        "troll::project has no second derivative: it was differentiated twice (create_graph=True, a Hessian, a "
+        "gradient penalty). Differentiate once, or detach the projected log-probabilities where the second one begins."
+    )
+
+
+project_rows.register_autograd(_backward, setup_context=_setup_context)
+project_rows_backward.register_autograd(_refuse)

@@ -1,0 +1,178 @@
+"""``project``: the proposal where it is in the trust region around the old policy, else the closest policy that is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError, require_choice
+from troll.projection.ops import SOLVERS, project_rows
+
+Solver = Literal["newton", "bracketing"]
+_NORM_TOLERANCE = 1e-3
+MAX_LOST_MASS = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """The projected policy and how it was found. Only ``log_probs`` and ``proposal`` carry gradient."""
+
+    log_probs: Tensor
+    """[..., K] log π, the projected policy; the proposal bit for bit where the bound is not active."""
+    proposal: Tensor
+    """[..., K] log π̃ over the old policy's support: the input, renormalised where it had mass outside."""
+    mix: Tensor
+    """[...] t = 1/(1+η): 1 at the proposal, 0 at the old policy."""
+    eta: Tensor
+    """[...] η, the dual variable of the constraint: 0 where it is not active."""
+    kl_before: Tensor
+    """[...] KL(π̃ ‖ π_old)."""
+    kl_after: Tensor
+    """[...] KL(π ‖ π_old) ≤ ε, of the numbers as stored."""
+    active: Tensor
+    """[...] whether the projection changed the token: KL(π̃ ‖ π_old) > ε."""
+    converged: Tensor
+    """[...] False where the solver stopped at its step limit; the constraint holds there too."""
+    iterations: Tensor
+    """[...] solver steps, 0 where not active."""
+    lost_mass: Tensor
+    """[...] proposal mass on tokens that the old policy excludes (−inf)."""
+
+
+def project(
+    proposal: Tensor,
+    old: Tensor,
+    kl_bound: float | Tensor,
+    *,
+    solver: Solver = "newton",
+    max_lost_mass: float = MAX_LOST_MASS,
+) -> Projection:
+    """Project token distributions onto the trust region around the old policy, equation (1):
+
+        π = argmin_p KL(p ‖ π̃)   subject to   KL(p ‖ π_old) ≤ ε
+
+    Args:
+        proposal: [..., K] log π̃, fp32 or fp64, normalised over the support; differentiable.
+        old: [..., K] log π_old over the same support; constant. For dense distributions K is the vocabulary.
+        kl_bound: ε ≥ 0, one number or one per position [...]. 0 returns the old policy, inf the proposal.
+        solver: ``"newton"``, or ``"bracketing"``, the authors' method, slower and independent.
+        max_lost_mass: an error is raised if the proposal has, on average, more than this mass on tokens that the old
+            policy excludes with −inf. Below it, such tokens are left out and the rest is renormalised.
+
+    The derivative with respect to ``proposal`` is the closed form (7), exact on both sides of the kink at KL = ε. See
+    the README of this folder.
+    """
+    require_choice("solver", solver, tuple(SOLVERS))
+    _check_form(proposal, old)
+    bound = _bound(kl_bound, proposal)
+    outside = (old == -torch.inf) & (proposal > -torch.inf)
+    lost = torch.where(outside, proposal.detach(), -torch.inf).exp().sum(-1)
+    if not torch.compiler.is_compiling():
+        _check_content(proposal.detach(), old, lost, max_lost_mass)
+    proposal = _leave_out(proposal, outside)
+
+    K = proposal.shape[-1]
+    projected, mix, kl_before, kl_after, iterations, converged = project_rows(
+        proposal.reshape(-1, K), old.reshape(-1, K), bound.reshape(-1), solver
+    )
+    shape, dtype = proposal.shape[:-1], proposal.dtype
+    return Projection(
+        log_probs=projected.reshape(proposal.shape),
+        proposal=proposal,
+        mix=mix.reshape(shape).to(dtype),
+        eta=((1 - mix) / mix).reshape(shape).to(dtype),
+        kl_before=kl_before.reshape(shape).to(dtype),
+        kl_after=kl_after.reshape(shape).to(dtype),
+        active=(mix < 1).reshape(shape),
+        converged=converged.reshape(shape),
+        iterations=iterations.reshape(shape),
+        lost_mass=lost,
+    )
+
+
+def _leave_out(proposal: Tensor, outside: Tensor) -> Tensor:
+    """The proposal without the tokens ``outside``, renormalised in the rows that had any; others bit for bit."""
+    inside = proposal.masked_fill(outside, -torch.inf)
+    any_inside = (inside > -torch.inf).any(-1, keepdim=True)
+    shift = torch.where(any_inside, inside, 0.0).logsumexp(-1, keepdim=True)
+    return torch.where(outside.any(-1, keepdim=True) & any_inside, inside - shift, inside)
+
+
+def check_kl_bound(kl_bound: float | Tensor) -> None:
+    """Refuse a bound that is negative or NaN."""
+    if isinstance(kl_bound, Tensor):
+        if torch.compiler.is_compiling() or not bool((~(kl_bound >= 0)).any()):
+            return
+        kl_bound = float(kl_bound[~(kl_bound >= 0)].flatten()[0])
+    if math.isnan(kl_bound) or kl_bound < 0:
+        raise InputError(f"kl_bound={kl_bound}", "a number ≥ 0", "0.05, the default (0.01 is slow, 0.25 unstable)")
+
+
+def _bound(kl_bound: float | Tensor, proposal: Tensor) -> Tensor:
+    check_kl_bound(kl_bound)
+    bound = torch.as_tensor(kl_bound, dtype=torch.float64 if proposal.device.type != "mps" else torch.float32)
+    shape = proposal.shape[:-1]
+    try:
+        return bound.detach().to(proposal.device).expand(shape)
+    except RuntimeError:
+        raise InputError(
+            f"kl_bound {list(bound.shape)} for positions {list(shape)}", "one number, or one per position", "a float"
+        ) from None
+
+
+def _check_form(proposal: Tensor, old: Tensor) -> None:
+    if proposal.shape != old.shape or proposal.dim() == 0 or proposal.shape[-1] == 0:
+        raise InputError(
+            f"proposal {list(proposal.shape)} and old {list(old.shape)}",
+            "the same shape [..., K] with K ≥ 1",
+            "troll.policy.align, which brings two sparse policies onto one support",
+        )
+    if proposal.dtype not in (torch.float32, torch.float64) or proposal.dtype != old.dtype:
+        raise InputError(
+            f"proposal of {proposal.dtype}, old of {old.dtype}",
+            "float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
+            "logits.float().log_softmax(-1)",
+        )
+    if old.requires_grad:
+        raise InputError(
+            "an old policy that requires gradient", "a constant", "torch.no_grad() when scoring it, or old.detach()"
+        )
+
+
+def _log_norm(x: Tensor) -> Tensor:
+    """log Σ e^x, 0 for a row that excludes everything."""
+    empty = (x == -torch.inf).all(-1)
+    return torch.where(empty.unsqueeze(-1), x.new_tensor(x.shape[-1]).log().neg(), x).logsumexp(-1)
+
+
+def _check_content(proposal: Tensor, old: Tensor, lost: Tensor, max_lost_mass: float) -> None:
+    norms = [_log_norm(x) for x in (proposal, old)]
+    suspect = [(~(norm.abs() <= _NORM_TOLERANCE)).any() for norm in norms]  # also where a NaN or +inf is
+    too_much = lost.sum() > max_lost_mass * max(1, lost.numel())
+    if not bool(torch.stack([*suspect, too_much]).any()):  # one transfer from the device
+        return
+    for name, x, norm in (("proposal", proposal, norms[0]), ("old", old, norms[1])):
+        wrong, unnormalised = ~(x < torch.inf), ~(norm.abs() <= _NORM_TOLERANCE)
+        if bool(wrong.any()):
+            at = wrong.nonzero()[0].tolist()
+            raise InputError(
+                f"{name} with log-probability {float(x[tuple(at)])} at position {at[:-1]}, token {at[-1]}",
+                "log-probabilities: finite, or −inf for excluded tokens",
+                "masking that position out before the projection, and looking for what made its logits NaN or inf",
+            )
+        if bool(unnormalised.any()):
+            at = unnormalised.nonzero()[0].tolist()
+            raise InputError(
+                f"{name} whose probabilities sum to {float(norm[tuple(at)].exp()):.6g} at position {at}",
+                "log-probabilities that are normalised over the support",
+                "torch.log_softmax(logits, dim=-1)",
+            )
+    raise InputError(
+        f"a proposal with {float(lost.mean()):.3g} of its mass, on average, on tokens the old policy excludes (−inf)",
+        f"at most max_lost_mass={max_lost_mass}",
+        "scoring both policies without top-k, top-p or min-p truncation, or truncating both to the same tokens",
+    )
