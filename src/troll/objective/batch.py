@@ -42,6 +42,12 @@ class Batch:
                 "[B, T] for both",
                 "logits[None] and loss_mask[None] for a single sequence",
             )
+        if old.shape != proposal.shape:
+            raise InputError(
+                f"a proposal over {list(proposal.shape)} positions and an old policy over {list(old.shape)}",
+                "the same positions for both",
+                "scoring the same completions with both",
+            )
         asked = loss_mask.bool()
         counted = asked & proposal.valid & old.valid
         skipped = (asked & ~counted).sum()

@@ -23,7 +23,7 @@ def spread(name: str, x: Tensor, counted: Tensor) -> Metrics:
     rank = (0.99 * (n - 1)).floor().long().clamp(min=0)
     # The uncounted ones, −inf, come first.
     at = (counted.numel() - n + rank).clamp(max=max(0, ordered.numel() - 1))
-    p99, largest = (ordered[at], ordered[-1]) if ordered.numel() else (x.sum(), x.sum())
+    p99, largest = (ordered.gather(0, at[None])[0], ordered[-1]) if ordered.numel() else (x.sum(), x.sum())
     return {
         f"{name}/mean": mean(x, counted),
         f"{name}/p99": torch.where(n > 0, p99, 0.0),

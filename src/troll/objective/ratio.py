@@ -24,5 +24,5 @@ def ratios(log_ratio: Tensor, counted: Tensor, level: RatioLevel = "token") -> T
     log_ratio = torch.where(counted, log_ratio, 0.0)
     if level == "sequence":
         value = log_ratio.detach().sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
-        log_ratio = value + log_ratio - log_ratio.detach()
+        log_ratio = value + (log_ratio - log_ratio.detach())  # + 0, exactly
     return log_ratio.clamp(max=MAX_LOG_RATIO[level]).exp()

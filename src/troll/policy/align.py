@@ -45,7 +45,7 @@ def _join(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:
     in_old, _ = _find(proposal.token_ids, old.token_ids)
     in_proposal, where = _find(old.token_ids, proposal.token_ids)
     p_floor, q_floor = (
-        torch.where(policy.log_tail > -torch.inf, LOG_FLOOR, -torch.inf).to(policy.log_probs.dtype).unsqueeze(-1)
+        torch.full_like(policy.log_tail, LOG_FLOOR).masked_fill(policy.log_tail == -torch.inf, -torch.inf).unsqueeze(-1)
         for policy in (proposal, old)
     )
     p_at_old = torch.where(in_proposal, proposal.log_probs.gather(-1, where), p_floor)

@@ -57,4 +57,4 @@ def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def entropy(log_p: Tensor) -> Tensor:
     """H(p) = −Σ p log p per token, [..., K] → [...]."""
-    return -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
+    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)

@@ -71,7 +71,8 @@ class _LogProbsAt(torch.autograd.Function):
         g_kept = torch.where(used, g_kept, 0.0)
         total = g_kept.sum(-1, keepdim=True)
         if g_tail is not None:
-            g_tail = torch.where(log_tail > -torch.inf, g_tail, 0.0)[:, None]
+            empty = log_tail == -torch.inf  # no gradient from an empty tail, and no −inf − −inf at excluded tokens
+            g_tail, log_tail = g_tail.masked_fill(empty, 0.0)[:, None], log_tail.masked_fill(empty, 0.0)
             total = total + g_tail
         grad = torch.empty_like(logits)
         for rows in row_chunks(logits):

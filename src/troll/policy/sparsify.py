@@ -72,7 +72,7 @@ def restrict(
         )
     with torch.no_grad():
         log_norm = log_norms(flat.logits, old.temperature)
-        ids = flat.drop_uncounted(old.token_ids.flatten(0, -2).long(), log_norm)
+        ids = flat.drop_uncounted(old.token_ids.reshape(-1, old.token_ids.shape[-1]), log_norm)
         # A kept token that became impossible leaves the support; its mass, zero, joins the tail.
         ids = torch.where(flat.logits.gather(-1, ids.clamp(min=0)) == -torch.inf, -1, ids)
     return flat.policy(ids, log_norm)
@@ -149,8 +149,8 @@ class _Rows:
         """The policy of these logits at the kept ids."""
         log_probs, log_tail = log_probs_at(self.logits, ids, log_norm, self.temperature)
         return SparsePolicy(
-            ids.reshape(*self.shape, -1),
-            log_probs.reshape(*self.shape, -1),
+            ids.reshape(*self.shape, ids.shape[-1]),
+            log_probs.reshape(*self.shape, ids.shape[-1]),
             log_tail.reshape(self.shape),
             vocab_size=self.logits.shape[-1],
             temperature=self.temperature,

@@ -11,7 +11,7 @@ by the geometric mean of its ends. The bracket starts at [√(8ε)/R, 1], R the 
 its left end is at most ε.
 
 Nearly every row is done after three or four steps. The KL of the others has a plateau close to ε, where tangents say
-little: after five steps their brackets are cut into sixteen parts, three times, and Newton takes over again.
+little: after five steps their brackets are cut into 32 parts, three times, and Newton takes over again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from troll.projection.geodesic import moments, point
 
 _NEWTON_STEPS = 5
 _CUTS = 3
-_PARTS = 16
+_PARTS = 32
 _MAX_STEPS = 64
 _LAST_STEP_BELOW = 1e-7  # relative error of the KL from which one more quadratic step reaches 1e-12
 _EXPONENTIAL_ABOVE = 2.5
