@@ -44,9 +44,10 @@ def test_whiten_by_hand():
 
 
 def test_whiten_default_eps():
-    # 0, 2: μ = 1, σ² = 2. The root and the quotient are correctly rounded: the same two operations by Python's floats.
+    # 0, 2: μ = 1, σ² = 2. The order of root and quotient differs between machines: one unit in the last place, 2e-16.
     result = whiten(torch.tensor([[0.0, 2.0]], dtype=F64), torch.ones(1, 2))
-    assert result.tolist() == [[-1 / math.sqrt(2 + 1e-8), 1 / math.sqrt(2 + 1e-8)]]
+    expected = 1 / math.sqrt(2 + 1e-8)
+    assert result[0].tolist() == pytest.approx([-expected, expected], rel=3e-16, abs=0)
 
 
 def test_reinforce_pp_by_hand():

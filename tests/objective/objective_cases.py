@@ -70,9 +70,7 @@ def policies(case, logits=None, *, tail="floor", K=None, delta=0.0, temperature=
 def evaluate(loss_function, case, *, tail="floor", K=None, delta=0.0, temperature=1.0, on_invalid="raise", **options):
     """Loss, gradient on the logits, metrics."""
     logits = case.leaf()
-    proposal, old = policies(
-        case, logits, tail=tail, K=K, delta=delta, temperature=temperature, on_invalid=on_invalid
-    )
+    proposal, old = policies(case, logits, tail=tail, K=K, delta=delta, temperature=temperature, on_invalid=on_invalid)
     loss, metrics = loss_function(
         proposal, old, case.advantages, case.mask, tail=tail, on_invalid=on_invalid, **options
     )
@@ -209,8 +207,7 @@ def reference_troll(
         counted = [t for t, yes in enumerate(row) if yes]
         for t in counted:
             z, z0, z_old = (
-                [x / temperature for x in zz]
-                for zz in (logits[i][t], anchor[i][t], case.old_logits[i, t].tolist())
+                [x / temperature for x in zz] for zz in (logits[i][t], anchor[i][t], case.old_logits[i, t].tolist())
             )
             epsilon = bound[i][t] if isinstance(bound, list) else bound
             p, q = common(z, z_old, z0, int(case.sampled[i, t]), tail, K or V, delta)

@@ -21,17 +21,22 @@ BUDGET = {F64: 2e-14, F32: 6e-6}
 
 
 def exact_kl(log_p: Tensor, log_q: Tensor) -> mpmath.mpf:
-    """Σ p̂ (log p̂ − log q̂) of the normalised rows with 50 digits, the stored bits taken as exact."""
+    """KL with 50 digits, the stored bits taken as exact: P · Σ p̂ (log p̂ − log q̂) + (P log(P/Q) − P + Q).
+
+    P and Q, the sums of the rows, are 1 up to rounding. The second part, about (P − Q)²/2, is what "KL" of rows that are
+    not quite normalised leaves open; it is next to nothing unless KL itself is of the order of eps².
+    """
     with mpmath.workdps(50):
         p, q = ([mpmath.exp(mpmath.mpf(x)) for x in row.tolist()] for row in (log_p, log_q))
         P, Q = mpmath.fsum(p), mpmath.fsum(q)
         if any(a > 0 and b == 0 for a, b in zip(p, q, strict=True)):
             return mpmath.inf
-        return mpmath.fsum(
+        normalised = mpmath.fsum(
             a / P * (mpmath.mpf(x) - mpmath.mpf(y) - mpmath.log(P / Q))
             for a, x, y in zip(p, log_p.tolist(), log_q.tolist(), strict=True)
             if a > 0
         )
+        return P * normalised + (P * mpmath.log(P / Q) - P + Q)
 
 
 def relative_error(log_p: Tensor, log_q: Tensor) -> float:
@@ -60,7 +65,7 @@ def test_kl_by_hand_and_its_argument_order() -> None:
 def test_kl_terms_by_hand() -> None:
     # p (d + e⁻ᵈ − 1) = p d − p + q: 0.9 log 1.8 − 0.4 and 0.1 log 0.2 + 0.4
     terms = kl_terms(probs(0.9, 0.1), probs(0.5, 0.5))
-    assert terms.tolist() == pytest.approx([0.12900799843199, 0.23905620875659], rel=1e-12)
+    assert terms.tolist() == pytest.approx([0.129007998411907, 0.23905620875659], rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
@@ -105,14 +110,14 @@ def test_kl_of_hard_rows_matches_50_digits(p: list[float], q: list[float]) -> No
 
 
 def test_fp32_kl_of_2e7_is_accurate_and_never_negative_where_the_naive_sum_is() -> None:
-    log_q = torch.log_softmax(normal(2000, 64, seed=3, scale=2.0, dtype=F64), -1)
-    log_p = torch.log_softmax(log_q + normal(2000, 64, seed=4, scale=6.3e-4, dtype=F64), -1)  # KL ≈ σ²/2 = 2e-7
-    log_p, log_q = log_p.float(), log_q.float()
+    logits = normal(2000, 64, seed=3, scale=2.0) + 20.0  # where the logits of language models lie
+    log_q = torch.log_softmax(logits, -1)
+    log_p = torch.log_softmax(logits + normal(2000, 64, seed=4, scale=6.3e-4), -1)  # KL ≈ σ²/2 = 2e-7
     kl = token_kl(log_p, log_q)
     assert 1e-7 < kl.mean().item() < 3e-7
     assert kl.min().item() > 0
     negative = naive(log_p, log_q) < 0
-    assert negative.float().mean().item() > 0.02  # the design notes measured 10 %
+    assert negative.float().mean().item() > 0.05  # 11 % where this was written
     for row in negative.nonzero().flatten()[:20].tolist():  # exactly there ours still has five digits
         assert relative_error(log_p[row], log_q[row]) <= BUDGET[F32]
 
@@ -138,7 +143,9 @@ def test_mass_that_q_lacks_costs_infinitely_much() -> None:
     assert token_kl(probs(1.0, 0.0), probs(0.5, 0.5)).item() == pytest.approx(math.log(2), rel=1e-15)
 
 
-@pytest.mark.xfail(strict=True, reason="kl_terms: 0 · inf is NaN where p underflows and q is 0 (divergence.py, line 37)")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="kl_terms: 0 · inf is NaN where p underflows to 0 and q is 0"
+)
 @pytest.mark.parametrize(("gap", "dtype"), [(-150.0, F32), (-800.0, F64)])
 def test_mass_that_q_lacks_is_never_nan_also_below_the_smallest_number(gap: float, dtype: torch.dtype) -> None:
     kl = token_kl(torch.tensor([0.0, gap], dtype=dtype), torch.tensor([0.0, -INF], dtype=dtype))
@@ -154,7 +161,9 @@ def test_bad_numbers_never_turn_into_a_kl_of_zero(bad: float) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.integers(0, 2**31), st.integers(1, 40), st.sampled_from([0.0, 1e-4, 0.1, 3.0, 30.0]), st.sampled_from([F32, F64]))
+@given(
+    st.integers(0, 2**31), st.integers(1, 40), st.sampled_from([0.0, 1e-4, 0.1, 3.0, 30.0]), st.sampled_from([F32, F64])
+)
 def test_kl_properties(seed: int, K: int, noise: float, dtype: torch.dtype) -> None:
     """KL ≥ 0, Pinsker's inequality, 0 ≤ TV ≤ 1, 0 ≤ H ≤ log K, and the order of the tokens does not matter."""
     log_q = torch.log_softmax(normal(4, K, seed=seed, scale=3.0, dtype=F64), -1)

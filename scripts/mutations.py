@@ -1,0 +1,100 @@
+"""Break the formulas on purpose, one at a time, and see that the tests notice.
+
+    python scripts/mutations.py            all of them, a table at the end; exits 1 if one survives
+    python scripts/mutations.py regression only those with this word in their name
+
+Each mutation replaces one piece of text in a copy of the sources; the fast tests of the folder it is in, or of the one
+named, run against the copy and must fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mutation(NamedTuple):
+    """One deliberate error."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+
+
+MUTATIONS = [
+    Mutation("sign of the regression", "objective/troll.py", "regression_coef * pull -", "-regression_coef * pull -"),
+    Mutation("sign of the objective", "objective/troll.py", "pull - weighted *", "pull + weighted *"),
+    Mutation("no stop-gradient in the regression", "objective/troll.py", "log_probs.detach())", "log_probs)"),
+    Mutation("regression on inactive tokens", "objective/troll.py", "torch.where(projection.active, kl, 0.0)", "kl"),
+    Mutation("regression reversed", "objective/troll.py",
+             "token_kl(projection.proposal, projection.log_probs.detach())",
+             "token_kl(projection.log_probs.detach(), projection.proposal)"),
+    Mutation("ratio of the unprojected policy", "objective/troll.py",
+             "ratios(projection.log_probs[..., 0]", "ratios(projection.proposal[..., 0]"),
+    Mutation("GSPO without stop-gradient", "objective/ratio.py", "value = log_ratio.detach()", "value = log_ratio"),
+    Mutation("clip takes the maximum", "objective/baselines.py", "torch.minimum(plain", "torch.maximum(plain"),
+    Mutation("sequence mean over all tokens", "objective/aggregation.py", "kept.sum(-1) / lengths.clamp(min=1)", "kept.mean(-1)"),
+    Mutation("KL with the arguments exchanged", "policy/divergence.py",
+             "return kl_terms(log_p, log_q).sum(-1)", "return kl_terms(log_q, log_p).sum(-1)"),
+    Mutation("KL as the naive sum", "policy/divergence.py",
+             "return kl_terms(log_p, log_q).sum(-1)", "return (log_p.exp() * (log_p - log_q)).sum(-1)"),
+    Mutation("sampled token not kept", "policy/select.py", "torch.cat([sampled[:, None], others]", "torch.cat([others[:, :1], others]"),
+    Mutation("tail's gradient dropped", "policy/gather.py", "if g_tail is not None:\n                share", "if False:\n                share"),
+    Mutation("floor of 1e-6", "policy/align.py", "LOG_FLOOR = -27.631021115928547", "LOG_FLOOR = -13.815510557964274"),
+    Mutation("temperature ignored", "policy/gather.py", "return z if temperature == 1.0 else z / temperature", "return z"),
+    Mutation("variance term missing in (7)", "projection/derivative.py",
+             "probs * (g.sum(-1, keepdim=True) + centred * along[:, None])", "probs * g.sum(-1, keepdim=True)"),
+    Mutation("sign of the variance term in (7)", "projection/derivative.py", "+ centred * along", "- centred * along"),
+    Mutation("factor t missing in (7)", "projection/derivative.py", "mix[:, None] * active", "active"),
+    Mutation("variance not centred", "projection/geodesic.py", "centred.square()", "d.square()"),
+    Mutation("no room for rounding", "projection/ops.py", "slack = 0.5 * torch.finfo(storage).eps", "slack = 0.0 * torch.finfo(storage).eps"),
+    Mutation("half the bound", "projection/newton.py", "kl_bound / here.kl,", "0.5 * kl_bound / here.kl,"),
+    Mutation("GRPO with the biased deviation", "advantages/outcome.py", "/ (grouping.sizes - 1)  #", "/ grouping.sizes  #"),
+]  # fmt: skip
+
+
+def survives(mutation: Mutation) -> bool:
+    """Whether the tests pass on sources with this mutation."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "src", folder, dirs_exist_ok=True)
+        path = Path(folder) / "troll" / mutation.file
+        text = path.read_text()
+        if text.count(mutation.before) != 1:
+            raise SystemExit(
+                f"{mutation.name}: {mutation.before!r} stands {text.count(mutation.before)} times in {mutation.file}"
+            )
+        path.write_text(text.replace(mutation.before, mutation.after))
+        tests = ROOT / "tests" / mutation.file.split("/")[0]
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", str(tests)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+        )
+        failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
+        print(
+            f"{'SURVIVES' if run.returncode == 0 else 'caught  '} {mutation.name}: {failed[0] if failed else run.stdout[-200:]}",
+            flush=True,
+        )
+        return run.returncode == 0
+
+
+def main() -> None:
+    """Run the chosen mutations."""
+    chosen = [m for m in MUTATIONS if all(word in m.name for word in sys.argv[1:])]
+    alive = [m.name for m in chosen if survives(m)]
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} mutations caught" + (f"; alive: {alive}" if alive else ""))
+    sys.exit(bool(alive))
+
+
+if __name__ == "__main__":
+    main()

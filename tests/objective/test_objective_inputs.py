@@ -1,0 +1,407 @@
+"""Every refusal of a loss: what was given, what was expected, what to try."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from objective_cases import by_hand, evaluate, make_case, policies
+
+from troll import InputError, SparsePolicy, clip_loss, sparsify, troll_loss, unconstrained_loss
+
+NAN, INF = math.nan, math.inf
+LOSSES = pytest.mark.parametrize("loss_function", [troll_loss, clip_loss, unconstrained_loss])
+CASE = make_case()
+
+
+def refuse(given, expected, hint, function, *args, **kwargs):
+    """Call, and compare all three parts of the refusal; ``hint`` may be a part of it."""
+    with pytest.raises(InputError) as error:
+        function(*args, **kwargs)
+    assert error.value.given == given
+    assert error.value.expected == expected
+    assert hint in error.value.hint
+    assert str(error.value) == f"given: {given}; expected: {expected}; try: {error.value.hint}"
+
+
+def call(loss_function, *, proposal=None, old=None, advantages=None, loss_mask=None, **options):
+    """A correct call, with some arguments replaced."""
+    default_proposal, default_old = policies(CASE)
+    return loss_function(
+        default_proposal if proposal is None else proposal,
+        default_old if old is None else old,
+        CASE.advantages if advantages is None else advantages,
+        CASE.mask if loss_mask is None else loss_mask,
+        **options,
+    )
+
+
+@LOSSES
+def test_the_call_without_replacements_is_accepted(loss_function):
+    assert bool(call(loss_function)[0].isfinite())
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kl_bound", "shown"),
+    [
+        (-0.1, "-0.1"),
+        (NAN, "nan"),
+        (-INF, "-inf"),
+        (torch.tensor(-0.5), "-0.5"),
+        (torch.tensor(NAN), "nan"),
+        (torch.tensor([[0.1] * 4, [0.1, -2.0, NAN, 0.1], [0.1] * 4]), "-2.0"),
+        (torch.tensor([[0.1] * 4, [0.1, NAN, -2.0, 0.1], [0.1] * 4]), "nan"),
+    ],
+)
+def test_a_bound_below_zero_or_nan(kl_bound, shown):
+    refuse(f"kl_bound={shown}", "a number ≥ 0", "0.05, the default", call, troll_loss, kl_bound=kl_bound)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4), (3, 4, 1), (3, 5)])
+def test_bounds_of_a_wrong_shape(shape):
+    refuse(
+        f"kl_bound {list(shape)} for positions [3, 4]",
+        "one number, or one per position",
+        "a float",
+        call,
+        troll_loss,
+        kl_bound=torch.full(shape, 0.05),
+    )
+
+
+@pytest.mark.parametrize("value", [-1.0, -1e-9, NAN, INF, -INF])
+def test_a_regression_coefficient_that_is_no_weight(value):
+    refuse(f"regression_coef={value}", "a number ≥ 0", "1, the default", call, troll_loss, regression_coef=value)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, NAN, INF])
+def test_a_lower_clip_outside_0_to_1(value):
+    refuse(f"clip_low={value}", "0 ≤ clip_low ≤ 1.0", "0.2, the default", call, clip_loss, clip_low=value)
+
+
+@pytest.mark.parametrize("value", [-0.1, NAN, -INF])
+def test_an_upper_clip_below_0(value):
+    refuse(f"clip_high={value}", "0 ≤ clip_high ≤ inf", "0.2, the default", call, clip_loss, clip_high=value)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, 0, -3.0, NAN])
+def test_a_dual_clip_of_at_most_1(value):
+    refuse(f"dual_clip={value}", "a number > 1, or None", "3", call, clip_loss, dual_clip=value)
+
+
+def test_the_limits_themselves_are_accepted():
+    for options in ({"clip_low": 0.0}, {"clip_low": 1.0}, {"clip_high": 0.0}, {"clip_high": INF}, {"dual_clip": 1.001}):
+        assert bool(call(clip_loss, **options)[0].isfinite()), options
+    for options in ({"kl_bound": 0.0}, {"kl_bound": INF}, {"kl_bound": 1}, {"regression_coef": 0}):
+        assert bool(call(troll_loss, **options)[0].isfinite()), options
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+@LOSSES
+@pytest.mark.parametrize(
+    ("name", "value", "expected", "default"),
+    [
+        ("tail", "floors", "'floor' or 'bucket'", "floor"),
+        ("ratio_level", "seq", "'token' or 'sequence'", "token"),
+        ("aggregation", "mean", "'token_mean' or 'sequence_mean' or 'sequence_sum' or 'constant'", "token_mean"),
+        ("on_invalid", "ignore", "'raise' or 'mask'", "raise"),
+    ],
+)
+def test_an_unknown_word(loss_function, name, value, expected, default):
+    refuse(f"{name}={value!r}", expected, f"{name}={default!r}, the default", call, loss_function, **{name: value})
+
+
+def test_an_unknown_solver():
+    refuse(
+        "solver='brent'", "'newton' or 'bracketing'", "solver='newton', the default", call, troll_loss, solver="brent"
+    )
+
+
+@LOSSES
+def test_max_length_without_the_constant_rule(loss_function):
+    refuse(
+        "aggregation='token_mean' with max_length=8",
+        "max_length with 'constant', and only there",
+        "the longest completion",
+        call,
+        loss_function,
+        max_length=8,
+    )
+    refuse(
+        "aggregation='constant' with max_length=None",
+        "max_length with 'constant', and only there",
+        "the longest completion",
+        call,
+        loss_function,
+        aggregation="constant",
+    )
+
+
+# --- advantages and weights ------------------------------------------------------------------------------------------
+
+
+@LOSSES
+@pytest.mark.parametrize("name", ["advantages", "importance_weights"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_number_that_is_none_on_a_counted_token(loss_function, name, bad):
+    per_token = torch.ones(3, 4)
+    per_token[1, 2] = bad
+    assert bool(CASE.mask[1, 2])
+    expected = "finite numbers", "looking at the reward of that sequence"
+    refuse(f"{name} {bad} at position [1, 2]", *expected, call, loss_function, **{name: per_token})
+    per_sequence = torch.tensor([1.0, 1.0, bad])
+    refuse(f"{name} {bad} at position [2, 0]", *expected, call, loss_function, **{name: per_sequence})
+
+
+@LOSSES
+@pytest.mark.parametrize("name", ["advantages", "importance_weights"])
+def test_advantages_and_weights_are_constants(loss_function, name):
+    refuse(
+        f"{name} that require gradient",
+        "constants",
+        f"{name}.detach()",
+        call,
+        loss_function,
+        **{name: torch.ones(3, requires_grad=True)},
+    )
+
+
+@LOSSES
+@pytest.mark.parametrize("name", ["advantages", "importance_weights"])
+@pytest.mark.parametrize("shape", [(), (4,), (3, 1), (1, 4), (4, 3), (3, 4, 1)])
+def test_advantages_and_weights_of_a_wrong_shape(loss_function, name, shape):
+    refuse(
+        f"{name} {list(shape)} for a batch [3, 4]",
+        "one per sequence [B] or one per token [B, T]",
+        f"{name}.reshape(B)",
+        call,
+        loss_function,
+        **{name: torch.ones(shape)},
+    )
+
+
+# --- policies and masks ----------------------------------------------------------------------------------------------
+
+
+@LOSSES
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (3, 4, 1), (1, 4), ()])
+def test_a_mask_of_a_wrong_shape(loss_function, shape):
+    refuse(
+        f"a proposal over [3, 4] positions and loss_mask {list(shape)}",
+        "[B, T] for both",
+        "loss_mask[None]",
+        call,
+        loss_function,
+        loss_mask=torch.ones(shape),
+    )
+
+
+@LOSSES
+def test_policies_that_are_no_batch(loss_function):
+    proposal, old = policies(CASE)
+    refuse(
+        "a proposal over [4] positions and loss_mask [4]",
+        "[B, T] for both",
+        "logits[None]",
+        loss_function,
+        proposal[0],
+        old[0],
+        torch.ones(4),
+        torch.ones(4),
+    )
+
+
+@LOSSES
+@pytest.mark.parametrize("index", [slice(0, 1), slice(0, 2), (slice(None), slice(0, 3))])
+def test_policies_over_different_positions(loss_function, index):
+    proposal, old = policies(CASE)
+    refuse(
+        f"a proposal over [3, 4] positions and an old policy over {list(old[index].shape)}",
+        "the same positions for both",
+        "scoring the same completions with both",
+        call,
+        loss_function,
+        old=old[index],
+    )
+
+
+@LOSSES
+def test_different_temperatures(loss_function):
+    with torch.no_grad():
+        old = sparsify(CASE.old_logits, CASE.sampled, 6, 0.0, temperature=0.7, loss_mask=CASE.mask)
+    refuse(
+        "a proposal with temperature 1.0 and an old policy with temperature 0.7",
+        "the same for both",
+        "the temperature of the rollout",
+        call,
+        loss_function,
+        old=old,
+    )
+
+
+@LOSSES
+def test_an_old_policy_with_gradient(loss_function):
+    old = sparsify(CASE.old_logits.clone().requires_grad_(), CASE.sampled, 6, 0.0, loss_mask=CASE.mask)
+    refuse("an old policy that requires gradient", "a constant", "old.detach()", call, loss_function, old=old)
+
+
+@LOSSES
+def test_different_sampled_tokens(loss_function):
+    with torch.no_grad():
+        old = sparsify(CASE.old_logits, (CASE.sampled + 1) % 6, 6, 0.0, loss_mask=CASE.mask)
+    refuse(
+        "a proposal and an old policy with different sampled tokens",
+        "the same completion scored by both",
+        "the same sampled ids",
+        call,
+        loss_function,
+        old=old,
+    )
+
+
+@LOSSES
+def test_a_bucket_needs_one_support(loss_function):
+    proposal, old = policies(CASE, K=2)
+    refuse(
+        "a proposal on a support of its own with tail='bucket'",
+        "a proposal on the support of the old policy",
+        "troll.restrict(logits, old)",
+        call,
+        loss_function,
+        proposal=proposal,
+        old=old,
+        tail="bucket",
+    )
+
+
+@LOSSES
+@pytest.mark.parametrize(("side", "name"), [("proposal", "proposal"), ("old", "old policy")])
+def test_a_counted_position_without_a_distribution(loss_function, side, name):
+    """The mask of ``sparsify`` was narrower than that of the loss."""
+    narrow = CASE.mask.clone()
+    narrow[1, 2] = False
+    both = dict(zip(("proposal", "old"), policies(CASE), strict=True))
+    both[side] = policies(CASE.with_(mask=narrow))[side == "old"]
+    refuse(
+        f"a {name} without a distribution at position [1, 2], which loss_mask counts",
+        "a distribution at every counted position",
+        "the same loss_mask for sparsify and the loss, or on_invalid='mask'",
+        call,
+        loss_function,
+        **both,
+    )
+    loss, metrics = call(loss_function, **both, on_invalid="mask")
+    assert metrics["skipped_tokens"] == 1
+    assert torch.equal(loss, call(loss_function, loss_mask=narrow)[0])
+
+
+@LOSSES
+@pytest.mark.parametrize("side", ["logits", "old_logits"])
+@pytest.mark.parametrize(("bad", "shown"), [(NAN, "nan"), (INF, "inf")])
+def test_logits_that_are_no_numbers_name_their_token(loss_function, side, bad, shown):
+    broken = getattr(CASE, side).clone()
+    broken[1, 2, 4] = bad
+    case = CASE.with_(**{side: broken})
+    refuse(
+        f"logit {shown} of token 4 at position [1, 2] (1 such positions)",
+        "finite logits, or −inf for tokens that are excluded",
+        "on_invalid='mask'",
+        evaluate,
+        loss_function,
+        case,
+    )
+    # Masked for the policies but not for the loss, it is still no silent zero.
+    proposal, old = policies(case, on_invalid="mask")
+    with pytest.raises(InputError, match=r"without a distribution at position \[1, 2\]"):
+        loss_function(proposal, old, CASE.advantages, CASE.mask)
+    _, metrics = loss_function(proposal, old, CASE.advantages, CASE.mask, on_invalid="mask")
+    assert metrics["skipped_tokens"] == 1
+
+
+# --- mass that the old policy excludes -------------------------------------------------------------------------------
+
+
+def truncated(lost):
+    """Old ½, ½ and nothing else; the proposal has ``lost`` of its mass on a third token."""
+    inside = (1 - lost) / 2
+    return make_case(B=1, T=1, V=3).with_(
+        logits=torch.tensor([[[inside, inside, lost]]], dtype=torch.float64).log(),
+        old_logits=torch.tensor([[[0.5, 0.5, 0.0]]], dtype=torch.float64).log(),
+        sampled=torch.zeros(1, 1, dtype=torch.long),
+    )
+
+
+@pytest.mark.parametrize("lost", [0.11, 0.5])
+def test_more_lost_mass_than_the_limit(lost):
+    refuse(
+        f"a proposal with {lost} of its mass, on average, on tokens the old policy excludes (−inf)",
+        "at most max_lost_mass=0.1",
+        "without top-k, top-p or min-p truncation",
+        evaluate,
+        troll_loss,
+        truncated(lost),
+    )
+
+
+@pytest.mark.parametrize(("lost", "limit"), [(0.09, 0.1), (0.5, 0.6), (0.9, 1.0)])
+def test_less_lost_mass_than_the_limit_is_reported(lost, limit):
+    case = truncated(lost)
+    loss, grad, metrics = evaluate(troll_loss, case, max_lost_mass=limit)
+    assert metrics["lost_mass"].item() == pytest.approx(lost, rel=1e-12)
+    # What is left is ½, ½ after renormalisation: the old policy itself, and REINFORCE among the first two tokens.
+    A = case.advantages.item()
+    assert loss.item() == pytest.approx(-A, rel=1e-12)
+    torch.testing.assert_close(grad.flatten(), -A * torch.tensor([0.5, -0.5, 0.0]).double(), rtol=1e-12, atol=1e-14)
+
+
+def test_excluded_on_both_sides():
+    """−inf for the same token on both sides: as if it were not there."""
+    case = make_case(V=6)
+    dead = torch.zeros(6, dtype=torch.bool)
+    dead[4:] = True
+    case = case.with_(
+        logits=case.logits.masked_fill(dead, -INF),
+        old_logits=case.old_logits.masked_fill(dead, -INF),
+        sampled=case.sampled % 4,
+    )
+    small = case.with_(logits=case.logits[..., :4], old_logits=case.old_logits[..., :4])
+    for tail in ("floor", "bucket"):
+        loss, grad, metrics = evaluate(troll_loss, case, tail=tail)
+        expected, expected_grad, _ = evaluate(troll_loss, small, tail=tail)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(grad[..., :4], expected_grad, rtol=1e-11, atol=1e-14)
+        assert torch.equal(grad[..., 4:], torch.zeros_like(grad[..., 4:]))
+        assert metrics["lost_mass"] == 0
+
+
+# --- policies that were made wrong -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([0, 0], "every token id at most once in a position"),
+        ([0, 7], "token ids from 0 to 3 (vocab_size=4), −1 in unused slots"),
+        ([-1, 1], "the sampled token in slot 0"),
+    ],
+)
+def test_a_policy_that_was_made_wrong_never_reaches_a_loss(ids, expected):
+    log_probs = torch.tensor([[[0.5, 0.5]]]).log()
+    if ids[0] < 0:
+        log_probs[..., 0] = -INF
+    with pytest.raises(InputError) as error:
+        SparsePolicy(torch.tensor([[ids]]), log_probs, torch.full((1, 1), -INF), 4)
+    assert error.value.expected == expected
+
+
+@LOSSES
+def test_integers_are_advantages_too(loss_function):
+    proposal, old = by_hand([[[0.55, 0.45]]], [[[0.5, 0.5]]], [[[0, 1]]])
+    loss, _ = loss_function(proposal, old, torch.tensor([2]), torch.ones(1, 1))
+    assert loss.item() == pytest.approx(-2.2, rel=1e-12)
