@@ -220,7 +220,7 @@ def test_policies_that_are_no_batch(loss_function):
 @LOSSES
 @pytest.mark.parametrize("index", [slice(0, 1), slice(0, 2), (slice(None), slice(0, 3))])
 def test_policies_over_different_positions(loss_function, index):
-    proposal, old = policies(CASE)
+    _, old = policies(CASE)
     refuse(
         f"a proposal over [3, 4] positions and an old policy over {list(old[index].shape)}",
         "the same positions for both",

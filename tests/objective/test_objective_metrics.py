@@ -201,17 +201,18 @@ def test_lost_mass_is_reported():
 @LOSSES
 @pytest.mark.parametrize("side", ["logits", "old_logits"])
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_skipped_tokens_are_counted_and_left_out(loss_function, side, bad):
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_skipped_tokens_are_counted_and_left_out(loss_function, side, bad, level):
     case = make_case()
     broken = getattr(case, side).clone()
     broken[0, 1, 2] = broken[1, 0, 5] = bad
     broken[2, 3, 0] = bad  # under the mask: neither counted nor skipped
     assert not case.mask[2, 3]
     assert bool(case.mask[0, 1] & case.mask[1, 0])
-    loss, grad, metrics = evaluate(loss_function, case.with_(**{side: broken}), on_invalid="mask")
+    loss, grad, metrics = evaluate(loss_function, case.with_(**{side: broken}), on_invalid="mask", ratio_level=level)
     mask = case.mask.clone()
     mask[0, 1] = mask[1, 0] = False
-    expected, expected_grad, expected_metrics = evaluate(loss_function, case.with_(mask=mask))
+    expected, expected_grad, expected_metrics = evaluate(loss_function, case.with_(mask=mask), ratio_level=level)
     assert metrics.pop("skipped_tokens") == 2
     assert expected_metrics.pop("skipped_tokens") == 0
     assert torch.equal(loss, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,17 @@ def test_the_ratio_of_an_active_token_with_two_outcomes_has_no_gradient(tail, ad
     )
     assert metrics["projected_fraction"] == 1
     assert grad.abs().max() < 1e-14 * max(1, abs(advantage))  # (6) is zero up to the rounding of its three terms
+
+
+def test_the_sampled_token_and_the_bucket_are_two_outcomes_too():
+    case = make_case(V=6, distance=1.0)
+    active = project(*align(*policies(case, tail="bucket", K=1), "bucket"), 0.05).active & case.mask
+    assert 0 < active.sum() < case.mask.sum()
+    _, bare, _ = evaluate(troll_loss, case, tail="bucket", K=1, regression_coef=0)
+    _, full, _ = evaluate(troll_loss, case, tail="bucket", K=1)
+    assert bare[active].abs().max() < 1e-14  # (6) is zero up to the rounding of its three terms
+    assert full[active].abs().amax(-1).min() > 1e-4
+    assert bare[case.mask & ~active].abs().amax(-1).min() > 1e-4
 
 
 def test_one_token_inside_and_one_outside_by_hand():
@@ -320,6 +332,9 @@ def test_regression_on_its_own():
     expected = torch.tensor([0.9 * math.log(0.9 / x), 0.1 * math.log(0.1 / (1 - x))], dtype=torch.float64)
     torch.testing.assert_close(grad[0], expected, **EXACT)
     assert torch.equal(grad[1], torch.zeros(2, dtype=torch.float64))
+    # It goes by what the projection says is active, not by whether the numbers differ.
+    idle = regression(replace(projection, active=torch.zeros(2, dtype=torch.bool)))
+    assert torch.equal(idle, torch.zeros(2, dtype=torch.float64))
 
 
 def test_inactive_tokens_do_not_feel_the_regression():

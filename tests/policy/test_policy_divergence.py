@@ -23,8 +23,8 @@ BUDGET = {F64: 2e-14, F32: 6e-6}
 def exact_kl(log_p: Tensor, log_q: Tensor) -> mpmath.mpf:
     """KL with 50 digits, the stored bits taken as exact: P · Σ p̂ (log p̂ − log q̂) + (P log(P/Q) − P + Q).
 
-    P and Q, the sums of the rows, are 1 up to rounding. The second part, about (P − Q)²/2, is what "KL" of rows that are
-    not quite normalised leaves open; it is next to nothing unless KL itself is of the order of eps².
+    P and Q, the sums of the rows, are 1 up to rounding. The second part, about (P − Q)²/2, is what "KL" leaves open for
+    rows that are not quite normalised; it is next to nothing unless KL itself is of the order of eps².
     """
     with mpmath.workdps(50):
         p, q = ([mpmath.exp(mpmath.mpf(x)) for x in row.tolist()] for row in (log_p, log_q))
@@ -68,11 +68,13 @@ def test_kl_terms_by_hand() -> None:
     assert terms.tolist() == pytest.approx([0.129007998411907, 0.23905620875659], rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("noise", [1e-9, 1e-7, 1e-5, 1e-3, 0.02, 0.03, 0.05, 0.5, 1.0, 5.0, 50.0])
+NOISE = [1e-5, 1e-3, 0.02, 0.03, 0.05, 0.5, 1.0, 5.0, 50.0]
+
+
+@pytest.mark.parametrize(  # fp32 log-probabilities cannot hold the two smallest
+    ("noise", "dtype"), [(x, F64) for x in (1e-9, 1e-7, *NOISE)] + [(x, F32) for x in NOISE]
+)
 def test_kl_matches_50_digits_from_tiny_to_huge_ratios(noise: float, dtype: torch.dtype) -> None:
-    if dtype == F32 and noise < 1e-6:
-        pytest.skip("fp32 log-probabilities cannot hold such a ratio")
     log_q = torch.log_softmax(normal(8, 12, seed=1, scale=3.0, dtype=F64), -1)
     log_p = torch.log_softmax(log_q + normal(8, 12, seed=2, scale=noise, dtype=F64), -1)
     for p, q in zip(log_p.to(dtype), log_q.to(dtype), strict=True):
@@ -81,10 +83,25 @@ def test_kl_matches_50_digits_from_tiny_to_huge_ratios(noise: float, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
+def test_every_term_is_accurate_over_eight_decades_of_ratios(dtype: torch.dtype) -> None:
+    """Also in the middle of the series and right above it, where a single d may round well by luck."""
+    d = torch.logspace(-6, 2, 200, dtype=F64)
+    d = torch.cat([d, -d, torch.linspace(0.002, 0.04, 100, dtype=F64), -torch.linspace(0.002, 0.04, 100, dtype=F64)])
+    log_q = torch.full_like(d, -0.75).to(dtype)
+    log_p = (log_q.double() + d).to(dtype)
+    terms = kl_terms(log_p, log_q).tolist()
+    with mpmath.workdps(50):
+        for x, y, term in zip(log_p.tolist(), log_q.tolist(), terms, strict=True):
+            p, q, ratio = mpmath.exp(mpmath.mpf(x)), mpmath.exp(mpmath.mpf(y)), mpmath.mpf(x) - mpmath.mpf(y)
+            truth = p * ratio - p + q
+            assert abs(mpmath.mpf(term) - truth) <= BUDGET[dtype] * truth, (x - y, term)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("d", [0.0299999, 0.0300001, 0.031, 0.1, 0.9999, 1.0001, 1.1, 3.0, 80.0])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_kl_is_accurate_on_both_sides_of_every_branch(d: float, sign: int, dtype: torch.dtype) -> None:
-    """Two tokens, the first moved by d: its term alone would show a wrong branch, so the terms are checked one by one."""
+    """The term of one token that moved by d, alone, so that no other term hides an error."""
     log_p = probs(0.3, 0.7).to(dtype)
     log_q = torch.stack([log_p[0] - sign * d, torch.tensor(-0.4, dtype=dtype)])
     with mpmath.workdps(50):

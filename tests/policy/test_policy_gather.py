@@ -1,4 +1,4 @@
-"""The gradient of the kept log-probabilities and of the tail, against plain autograd in float64 and finite differences."""
+"""The gradient of the kept log-probabilities and the tail, against plain autograd in float64 and finite differences."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_gradient_equals_plain_autograd(part: str, temperature: float, dtype: to
     assert ours.dtype == dtype
     assert truth.abs().max().item() > 0.1
     # A weight of at most 1 per slot: sums of at most 5 + 1 products, each off by a few eps; p_j / τ ≤ 1 carries the
-    # rounding of log p_j − log τ, numbers below 32, so at most 32 eps. Half precision rounds the result once, to eps / 2.
+    # rounding of log p_j − log τ, numbers below 32, so at most 32 eps. Half precision rounds the result once.
     work = F64 if dtype == F64 else F32
     atol = 64 * torch.finfo(work).eps / min(temperature, 1.0)
     rtol = torch.finfo(dtype).eps if dtype in HALVES else 0.0

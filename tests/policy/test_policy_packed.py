@@ -42,7 +42,9 @@ def test_unpack_undoes_pack_bit_for_bit(
 
 
 def test_layout_by_hand() -> None:
-    policy = by_hand([[0x010203, 5, -1], [-1, -1, -1], [255, 256, 65536]], [[0.5, 0.25, 0.0], [0.0] * 3, [0.5, 0.25, 0.25]], 1 << 24)
+    policy = by_hand(
+        [[0x010203, 5, -1], [-1, -1, -1], [255, 256, 65536]], [[0.5, 0.25, 0.0], [0.0] * 3, [0.5, 0.25, 0.25]], 1 << 24
+    )
     packed = policy.pack()
     assert packed.counts.tolist() == [2, 0, 3]
     assert packed.counts.dtype == torch.int16

@@ -59,7 +59,7 @@ def test_selection_by_hand(
 
 
 def test_enough_means_exactly_one_minus_tail_mass() -> None:
-    """Two equal tokens, half of the mass each (exact in fp64): with δ = ½ one of them is enough, with less it is not."""
+    """Two tokens with half of the mass each, exact in fp64: with δ = ½ one of them is enough, with less it is not."""
     logits = torch.zeros(2, dtype=F64)
     assert kept(sparsify(logits, torch.tensor(0), tail_mass=0.5)) == [[0]]
     assert kept(sparsify(logits, torch.tensor(0), tail_mass=math.nextafter(0.5, 0.0))) == [[0, 1]]

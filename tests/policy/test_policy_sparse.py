@@ -56,7 +56,9 @@ def test_properties_by_hand() -> None:
 
 def test_kept_mass_of_a_tiny_support_has_all_its_digits() -> None:
     """Kept 1e-9, dropped the rest: 1 − e^tail would have three digits in fp64 log space, −expm1 has all of them."""
-    tiny = SparsePolicy(torch.tensor([0]), torch.tensor([1e-9], dtype=F64).log(), torch.log1p(torch.tensor(-1e-9, dtype=F64)), 9)
+    tiny = SparsePolicy(
+        torch.tensor([0]), torch.tensor([1e-9], dtype=F64).log(), torch.log1p(torch.tensor(-1e-9, dtype=F64)), 9
+    )
     assert tiny.kept_mass.item() == pytest.approx(1e-9, rel=1e-14)
 
 
@@ -65,7 +67,9 @@ def test_it_cannot_be_changed() -> None:
         policy().temperature = 2.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("index", [0, slice(1, 3), [2, 0], torch.tensor([True, False, True, False]), (slice(None), 1), -1])
+@pytest.mark.parametrize(
+    "index", [0, slice(1, 3), [2, 0], torch.tensor([True, False, True, False]), (slice(None), 1), -1]
+)
 def test_indexing_chooses_positions(index: object) -> None:
     whole = sparsify(normal(4, 2, 9, seed=70), ids(4, 2, below=9, seed=71), 3, temperature=0.7)
     part = whole[index]
@@ -93,10 +97,14 @@ def test_detach_keeps_the_numbers_and_drops_the_gradient() -> None:
     assert same_policy(live, constant)
 
 
-def test_to_moves_everything() -> None:
-    moved = policy().to("cpu")
-    assert same_policy(moved, policy())
-    assert moved.token_ids.device.type == moved.log_probs.device.type == moved.log_tail.device.type == "cpu"
+def test_to_moves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert same_policy(policy().to("cpu"), policy())
+    # The meta device stands in for an accelerator: it holds shapes only, so the contents cannot be checked there.
+    here = policy()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    moved = here.to("meta")
+    assert [x.device.type for x in (moved.token_ids, moved.log_probs, moved.log_tail)] == ["meta"] * 3
+    assert (moved.vocab_size, moved.temperature) == (5, 0.8)
 
 
 def test_pack_is_the_packed_policy() -> None:
@@ -125,13 +133,21 @@ def test_no_positions_is_a_policy_too() -> None:
             "K ≥ 1",
         ),
         (
-            {"token_ids": torch.zeros(2, 0, dtype=torch.int64), "log_probs": torch.zeros(2, 0), "log_tail": torch.zeros(2)},
+            {
+                "token_ids": torch.zeros(2, 0, dtype=torch.int64),
+                "log_probs": torch.zeros(2, 0),
+                "log_tail": torch.zeros(2),
+            },
             "token_ids [2, 0]",
             "K ≥ 1",
         ),
         ({"token_ids": torch.tensor([[3, 0, -1], [1, 2, 4]], dtype=torch.int32)}, "torch.int32", "int64"),
         ({"token_ids": torch.tensor([[3.0, 0, -1], [1, 2, 4]])}, "torch.float32", "int64"),
-        ({"log_probs": parts()["log_probs"].bfloat16(), "log_tail": parts()["log_tail"].bfloat16()}, "bfloat16", "2e-5"),  # type: ignore[attr-defined]
+        (
+            {"log_probs": parts()["log_probs"].bfloat16(), "log_tail": parts()["log_tail"].bfloat16()},
+            "bfloat16",
+            "2e-5",
+        ),  # type: ignore[attr-defined]
         ({"log_probs": parts()["log_probs"].half(), "log_tail": parts()["log_tail"].half()}, "float16", "float32"),  # type: ignore[attr-defined]
         ({"log_tail": parts()["log_tail"].double()}, "torch.float32, log_tail of torch.float64", "both the same"),  # type: ignore[attr-defined]
         ({"temperature": 0.0}, "temperature=0.0", "> 0"),

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CHUNK_ELEMENTS = 1 << 24
+_CHUNK_ELEMENTS = 1 << 20  # on a CPU: a few megabytes, so that temporaries stay in the cache
+_CHUNKS_AT_ONCE = 64  # elsewhere: few launches
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of rows, each of about sixteen million logits."""
-    rows = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    """Slices of rows, to be worked off one after another: nothing of the size of the logits is made twice."""
+    elements = _CHUNK_ELEMENTS * (1 if logits.device.type == "cpu" else _CHUNKS_AT_ONCE)
+    rows = max(1, elements // max(1, logits.shape[-1]))
     for start in range(0, logits.shape[0], rows):
         yield slice(start, start + rows)
 

@@ -25,9 +25,9 @@ def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values[:, :k], ids[:, :k]
     # One integer key a token: the value's bits in an order-preserving form above, the complement of the id below.
     bits = (z + 0.0).view(torch.int32)  # + 0.0 turns −0.0 into 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    complement = torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
-    keys = (ordered << 32) | complement
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = ordered.long().bitwise_left_shift_(32)
+    keys |= torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
     ids = z.shape[-1] - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
     return z.gather(-1, ids), ids
 

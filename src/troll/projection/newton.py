@@ -11,7 +11,7 @@ by the geometric mean of its ends. The bracket starts at [√(8ε)/R, 1], R the 
 its left end is at most ε.
 
 Nearly every row is done after three or four steps. The KL of the others has a plateau close to ε, where tangents say
-little: after five steps their brackets are cut into 32 parts, three times, and Newton takes over again.
+little: after six steps their brackets are cut into 32 parts, three times, and Newton takes over again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from troll.projection.geodesic import moments, point
 
-_NEWTON_STEPS = 5
+_NEWTON_STEPS = 6
 _CUTS = 3
 _PARTS = 32
 _MAX_STEPS = 64
@@ -75,8 +75,12 @@ def _start(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tensor) -> _Se
     inside = log_old > -torch.inf
     spread = d.masked_fill(~inside, -torch.inf).amax(-1) - d.masked_fill(~inside, torch.inf).amin(-1)
     low, high = (8 * kl_bound).sqrt() / spread, torch.ones_like(kl_bound)
-    # First guesses from both ends of the path: KL ≈ t² KL(1), and KL ≈ t² Var_{π_old}[d] / 2.
+    # First guesses from both ends of the path: KL ≈ t² KL(1) and KL ≈ t² Var_{π_old}[d] / 2; and where the KL is
+    # exponential at the end, as for a token that only the proposal kept, a Newton step from there.
     mix = torch.minimum((kl_bound / kl_full).sqrt(), (2 * kl_bound / moments(log_old, d)[1]).sqrt())
+    slope = point(log_old, d, high).variance / kl_full
+    late = 1 + _relative_step(kl_bound / kl_full, slope)
+    mix = torch.where((slope > _EXPONENTIAL_ABOVE) & (late > mix), late, mix)
     mix = torch.minimum(torch.maximum(mix, low), high)
     return _Search(mix, low, high, torch.zeros_like(inside[:, 0]), torch.zeros_like(mix, dtype=torch.int64))
 
