@@ -71,6 +71,15 @@ def test_unconstrained_sequences_by_hand():
     assert run(unconstrained_loss, ratio_level="sequence") == pytest.approx({**COMMON, **ratio}, rel=1e-12, abs=1e-14)
 
 
+@LOSSES
+def test_padding_is_no_ratio_of_one(loss_function):
+    for p, expected in ((0.55, 1.1), (0.45, 0.9)):
+        proposal, old = by_hand([[[p, 1 - p], None]], [[[0.5, 0.5], None]], [[[0, 1], None]])
+        _, metrics = loss_function(proposal, old, torch.ones(1), torch.tensor([[1, 0]]))
+        for name in ("mean", "p99", "max", "min"):
+            assert metrics[f"ratio/{name}"].item() == pytest.approx(expected, rel=1e-12), name
+
+
 def test_clip_by_hand():
     """A > 0: 0.8 and 1 are not held. A < 0 with r = 3 is not held either, but by the dual clip at 2."""
     expected = {**COMMON, **RATIO, "clipped_fraction": 0.0, "dual_clipped_fraction": 1 / 3}

@@ -116,6 +116,17 @@ def test_an_empty_tail_gives_no_gradient_and_no_nan(excluded: bool, dtype: torch
         assert leaf.grad[:, [1, 4]].abs().max().item() == 0.0
 
 
+def test_the_log_of_an_empty_tail_has_no_gradient() -> None:
+    """Row 0 keeps everything: its log tail is −inf, a constant. Row 1 has one token in the tail, gradient 1 − p₂."""
+    leaf = torch.tensor([[0.0, 1.0, -INF], [0.0, 1.0, 2.0]], dtype=F64, requires_grad=True)
+    token_ids = torch.tensor([[0, 1], [0, 1]])
+    _, log_tail = log_probs_at(leaf, token_ids, log_norms(leaf.detach(), 1.0), 1.0)
+    log_tail.sum().backward()
+    assert leaf.grad[0].tolist() == [0.0, 0.0, 0.0]
+    p = torch.softmax(leaf.detach()[1], -1).tolist()
+    assert leaf.grad[1].tolist() == pytest.approx([-p[0], -p[1], 1 - p[2]], rel=1e-14)
+
+
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.integers(0, 2**31), st.integers(2, 30), st.integers(1, 30), st.sampled_from([1.0, 0.5, 3.0]))
 def test_gradients_sum_to_zero_in_every_row(seed: int, V: int, K: int, temperature: float) -> None:

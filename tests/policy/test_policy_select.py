@@ -66,9 +66,9 @@ def test_enough_means_exactly_one_minus_tail_mass() -> None:
 
 
 def test_zero_tail_mass_keeps_tokens_that_have_underflowed() -> None:
-    policy = sparsify(torch.tensor([0.0, -300.0, -200.0]), torch.tensor(0), 3, 0.0)
+    policy = sparsify(torch.tensor([0.0, -3000.0, -2000.0]), torch.tensor(0), 3, 0.0)  # e⁻²⁰⁰⁰ is 0 in fp64 too
     assert kept(policy) == [[0, 2, 1]]
-    assert policy.log_probs.tolist() == [0.0, -200.0, -300.0]
+    assert policy.log_probs.tolist() == [0.0, -2000.0, -3000.0]
     assert policy.log_tail.item() == -INF
 
 
@@ -88,6 +88,15 @@ def test_excluded_tokens_are_never_kept(dtype: torch.dtype) -> None:
         policy = sparsify(logits, torch.tensor(4), 6, tail_mass)
         assert policy.token_ids.tolist() == [4, 3, 1, -1, -1, -1]
         assert policy.log_tail.item() == -INF
+
+
+def test_excluded_tokens_are_not_kept_for_mass_that_rounding_invents() -> None:
+    """1 − Σ p is off by 1e-6 in fp32: more than the tail that may be left, but there is nothing to fill it with."""
+    logits = normal(300, 12, seed=19, scale=3.0) + 20.0
+    logits[:, 1::2] = -INF
+    policy = sparsify(logits, torch.zeros(300, dtype=torch.int64), 12, 1e-9)
+    assert policy.support_size.max().item() == 6
+    assert (policy.token_ids % 2)[policy.token_ids >= 0].max().item() == 0
 
 
 # ---- ties ----------------------------------------------------------------------------------------------------------
@@ -289,6 +298,17 @@ def test_chunks_do_not_change_a_bit(elements: int, dtype: torch.dtype, monkeypat
     chunked, chunked_grad = results(logits, sampled, **options)
     assert same_policy(whole, chunked)
     assert same_bits(whole_grad, chunked_grad)
+
+
+def test_chunks_are_larger_away_from_the_cpu() -> None:
+    """A GPU wants few launches, a CPU temporaries that fit its cache; every row comes once, in order."""
+    counts = []
+    for device in ("cpu", "meta"):
+        logits = torch.empty(40_000, 1000, device=device, dtype=torch.bfloat16)
+        slices = list(gather.row_chunks(logits))
+        assert [row for rows in slices for row in range(40_000)[rows]] == list(range(40_000))
+        counts.append(len(slices))
+    assert counts[0] > 8 * counts[1] >= 8
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

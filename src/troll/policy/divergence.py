@@ -34,7 +34,8 @@ def kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     # p → 0: p e⁻ᵈ is written q, so that nothing overflows; below d = −100 the term is q to the last bit of a double.
     below = d.clamp(-100.0, -1.0)
     vanishing = log_q.exp() * (1.0 - (1.0 - below) * below.exp())
-    return torch.where(d < -1.0, vanishing, log_p.exp() * _excess(d.clamp(min=-1.0)))
+    terms = torch.where(d < -1.0, vanishing, log_p.exp() * _excess(d.clamp(min=-1.0)))
+    return torch.where(d == torch.inf, torch.inf, terms)  # also where p is too small a number for exp
 
 
 def token_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
     return z if temperature == 1.0 else z / temperature
 
 
+def normalised(z: Tensor, log_norm: Tensor) -> Tensor:
+    """log softmax of scaled logits [N, K], from the two parts of their log-sum-exp [N, 2]."""
+    return z - log_norm[:, :1] - log_norm[:, 1:]
+
+
 def _hidden(token_ids: Tensor) -> Tensor:
     """The ids as indices; unused slots repeat the first one, so that they hide nothing else."""
     return torch.where(token_ids >= 0, token_ids, token_ids[:, :1]).clamp(min=0)
@@ -55,7 +60,7 @@ class _LogProbsAt(torch.autograd.Function):
         log_probs = torch.empty(token_ids.shape, dtype=work_dtype(logits), device=logits.device)
         log_tail = torch.empty(token_ids.shape[:1], dtype=work_dtype(logits), device=logits.device)
         for rows in row_chunks(logits):
-            z = scaled(logits[rows], temperature) - log_norm[rows, None]
+            z = normalised(scaled(logits[rows], temperature), log_norm[rows])
             log_probs[rows] = z.gather(-1, token_ids[rows].clamp(min=0)).masked_fill(~used[rows], -torch.inf)
             log_tail[rows] = z.scatter(-1, _hidden(token_ids[rows]), -torch.inf).logsumexp(-1)
         log_tail = torch.where(used[:, 0], log_tail, 0.0)
@@ -69,7 +74,7 @@ class _LogProbsAt(torch.autograd.Function):
     def backward(ctx: Any, g_log_probs: Tensor | None, g_tail: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         logits, token_ids, log_norm, log_tail = ctx.saved_tensors
         used = token_ids >= 0
-        g_kept = torch.zeros_like(log_norm)[:, None].expand(token_ids.shape) if g_log_probs is None else g_log_probs
+        g_kept = log_norm.new_zeros(token_ids.shape) if g_log_probs is None else g_log_probs
         g_kept = torch.where(used, g_kept, 0.0)
         total = g_kept.sum(-1, keepdim=True)
         if g_tail is not None:
@@ -78,7 +83,7 @@ class _LogProbsAt(torch.autograd.Function):
             total = total + g_tail
         grad = torch.empty_like(logits)
         for rows in row_chunks(logits):
-            log_p = scaled(logits[rows], ctx.temperature) - log_norm[rows, None]
+            log_p = normalised(scaled(logits[rows], ctx.temperature), log_norm[rows])
             g = (-log_p.exp() * total[rows]).scatter_add_(-1, token_ids[rows].clamp(min=0), g_kept[rows])
             if g_tail is not None:
                 share = (log_p - log_tail[rows, None]).clamp(max=0.0).exp()  # p_j / τ ≤ 1 outside S
@@ -90,8 +95,8 @@ class _LogProbsAt(torch.autograd.Function):
 def log_probs_at(logits: Tensor, token_ids: Tensor, log_norm: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities at ``token_ids`` [N, K] (−1: unused) and log of the mass outside them, differentiable.
 
-    ``log_norm`` [N] is the log-sum-exp of the scaled logits [N, V]. Rows whose slot 0 is unused read nothing, return
-    −inf and a tail of mass 1, and get no gradient, whatever their logits hold.
+    ``log_norm`` [N, 2] is what ``log_norms`` makes of the logits [N, V]. Rows whose slot 0 is unused read nothing,
+    return −inf and a tail of mass 1, and get no gradient, whatever their logits hold.
     """
     log_probs, log_tail = _LogProbsAt.apply(logits, token_ids, log_norm, temperature)  # type: ignore[no-untyped-call]
     return log_probs, log_tail

@@ -9,13 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from troll.policy.gather import row_chunks, scaled
+from troll.policy.gather import normalised, row_chunks, scaled, work_dtype
 
 
 def log_norms(logits: Tensor, temperature: float) -> Tensor:
-    """log Σ e^z of every row, [N, V] → [N]; not finite exactly where the row has a NaN, a +inf or only −inf."""
-    chunks = [scaled(logits[rows], temperature).logsumexp(-1) for rows in row_chunks(logits)]
-    return torch.cat(chunks) if chunks else logits.new_zeros(0, dtype=torch.float32)
+    """log Σ e^z of every row as two numbers, max z and log Σ e^(z − max z), [N, V] → [N, 2].
+
+    Their sum would be rounded at the size of the logits, 2e-4 at 4096. The second is not finite exactly where the row
+    has a NaN, a +inf or only −inf.
+    """
+    norms = torch.empty(len(logits), 2, dtype=work_dtype(logits), device=logits.device)
+    for rows in row_chunks(logits):
+        z = scaled(logits[rows], temperature)
+        peak = z.amax(-1, keepdim=True)
+        norms[rows] = torch.cat([peak, (z - peak).exp_().sum(-1, keepdim=True).log_()], dim=-1)
+    return norms
 
 
 def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +52,7 @@ def select(
     chosen = []
     for rows in row_chunks(logits):
         z, ids = largest(scaled(logits[rows], temperature), K)
-        p = (z - log_norm[rows, None]).double().exp()
+        p = normalised(z, log_norm[rows]).double().exp()
         beyond = (1.0 - p.sum(-1, keepdim=True)).clamp(min=0.0)
         left = p.flip(-1).cumsum(-1).flip(-1) + beyond  # mass not yet taken when this token's turn comes
         keep = z > -torch.inf if tail_mass == 0 else (left > tail_mass) & (z > -torch.inf)

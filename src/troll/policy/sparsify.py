@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError, require_choice
-from troll.policy.gather import log_probs_at
+from troll.policy.gather import log_probs_at, scaled
 from troll.policy.select import log_norms, select
 from troll.policy.sparse import SparsePolicy, check_temperature
 
@@ -62,8 +62,7 @@ def restrict(
     Nothing is selected; what lies outside the support of ``old`` is the tail, with its exact mass and gradient.
     Arguments as for ``sparsify``; positions that ``old`` masks out stay masked out.
     """
-    counted = old.valid if loss_mask is None else old.valid & loss_mask.bool()
-    flat = _Rows(logits, old.sampled.clamp(min=0), old.temperature, counted, on_invalid)
+    flat = _Rows(logits, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
     if old.vocab_size != flat.logits.shape[-1]:
         raise InputError(
             f"logits over {flat.logits.shape[-1]} tokens and an old policy over {old.vocab_size}",
@@ -74,7 +73,7 @@ def restrict(
         log_norm = log_norms(flat.logits, old.temperature)
         ids = flat.drop_uncounted(old.token_ids.reshape(-1, old.token_ids.shape[-1]), log_norm)
         # A kept token that became impossible leaves the support; its mass, zero, joins the tail.
-        ids = torch.where(flat.logits.gather(-1, ids.clamp(min=0)) == -torch.inf, -1, ids)
+        ids = torch.where(flat.at(ids.clamp(min=0)) == -torch.inf, -1, ids)
     return flat.policy(ids, log_norm)
 
 
@@ -82,7 +81,13 @@ class _Rows:
     """Checked inputs, flattened to rows."""
 
     def __init__(
-        self, logits: Tensor, sampled: Tensor, temperature: float, loss_mask: Tensor | None, on_invalid: OnInvalid
+        self,
+        logits: Tensor,
+        sampled: Tensor,
+        temperature: float,
+        loss_mask: Tensor | None,
+        on_invalid: OnInvalid,
+        skip: Tensor | None = None,
     ) -> None:
         if not logits.is_floating_point():
             raise InputError(f"logits of {logits.dtype}", "a floating type", "the model's output logits")
@@ -104,8 +109,8 @@ class _Rows:
         check_temperature(temperature)
         self.shape = sampled.shape
         self.logits = logits.reshape(-1, logits.shape[-1]) if sampled.dim() != 1 else logits
-        self.counted = torch.ones_like(sampled, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
-        self.counted = self.counted.reshape(-1)
+        counted = torch.ones_like(sampled, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
+        self.counted = (counted if skip is None else counted & ~skip).reshape(-1)
         # Under the mask any id goes, also a padding id of -100.
         self.sampled = torch.where(self.counted, sampled.reshape(-1), 0).long()
         self.temperature = temperature
@@ -122,13 +127,17 @@ class _Rows:
                 "the tokenizer of this model; padding positions belong under loss_mask",
             )
 
+    def at(self, ids: Tensor) -> Tensor:
+        """The scaled logits of these tokens, [N, K]."""
+        return scaled(self.logits.gather(-1, ids), self.temperature)
+
     def drop_uncounted(self, ids: Tensor, log_norm: Tensor) -> Tensor:
         """Empty the support where the mask says so, and where the logits define no distribution."""
-        chance = self.logits.gather(-1, self.sampled[:, None])[:, 0]
-        bad = self.counted & ~(log_norm.isfinite() & (chance > -torch.inf))
+        chance = self.at(self.sampled[:, None])[:, 0]
+        bad = self.counted & ~(log_norm[:, 1].isfinite() & (chance > -torch.inf))
         if self.on_invalid == "raise" and not torch.compiler.is_compiling() and bool(bad.any()):
             row = int(bad.nonzero()[0])
-            if math.isfinite(float(log_norm[row])):
+            if math.isfinite(float(log_norm[row, 1])):
                 raise InputError(
                     f"sampled token {int(self.sampled[row])} with logit −inf at position {self._name(bad)}",
                     "a sampled token that can be sampled",
