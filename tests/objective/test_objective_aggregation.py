@@ -148,3 +148,30 @@ def test_an_unknown_rule():
     assert error.value.given == "aggregation='seq-mean'"
     assert error.value.expected == "'token_mean' or 'sequence_mean' or 'sequence_sum' or 'constant'"
     assert error.value.hint == "aggregation='token_mean', the default"
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_length_that_is_none(length):
+    with pytest.raises(InputError, match=rf"given: max_length={length}; expected: at least 1 token; try: "):
+        aggregate(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), "constant", max_length=length)
+
+
+def test_values_and_mask_of_different_shapes():
+    with pytest.raises(InputError, match=r"given: values \[3\] and loss_mask \[2, 3\]; expected: \[B, T\] for both"):
+        aggregate(torch.ones(3), torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("total", [0, 0.0, torch.tensor(0)])
+@pytest.mark.parametrize("rule", ["token_mean", "sequence_mean"])
+def test_nothing_divided_by_nothing_is_nothing(rule, total):
+    """A micro-batch of padding in a batch that is padding altogether."""
+    leaf = torch.full((2, 3), float("nan"), requires_grad=True)
+    result = aggregate(leaf, torch.zeros(2, 3, dtype=torch.bool), rule, total=total)
+    result.backward()
+    assert result.item() == 0
+    assert leaf.grad.tolist() == [[0.0] * 3] * 2
+
+
+def test_a_mask_of_numbers_is_a_mask():
+    values, mask = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[1, 0, 1]])
+    assert aggregate(values, mask).item() == aggregate(values, mask.float()).item() == 2.5

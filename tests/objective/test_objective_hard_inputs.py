@@ -123,9 +123,10 @@ def test_one_hot_policies(loss_function, tail, which):
     ratio = torch.tensor(new).softmax(-1)[0] / torch.tensor(old).softmax(-1)[0]
     assert loss.item() == pytest.approx(-min(ratio.item(), 1.2 if loss_function is clip_loss else INF), rel=1e-6)
     assert bool(grad.isfinite().all())
-    # Nothing is left out here: what the old policy excludes and the proposal does not is an infinite KL.
-    assert bool(metrics.pop("kl_before/mean").isinf()) == (which == "old")
-    assert all(bool(value.isfinite()) for name, value in metrics.items() if "kl_before" not in name)
+    # As under TROLL, what only the proposal allows is left out of the KL, and reported.
+    lost = 1 - torch.tensor(new).softmax(-1)[0].item() if which == "old" else 0.0
+    assert metrics["lost_mass"].item() == pytest.approx(lost, rel=1e-6)
+    assert all(bool(value.isfinite()) for value in metrics.values())
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

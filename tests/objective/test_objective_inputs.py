@@ -340,7 +340,7 @@ def truncated(lost):
 @pytest.mark.parametrize("lost", [0.11, 0.5])
 def test_more_lost_mass_than_the_limit(lost):
     refuse(
-        f"a proposal with {lost} of its mass, on average, on tokens the old policy excludes (−inf)",
+        f"a proposal with {lost} of its mass, on average, on tokens the old one excludes (−inf)",
         "at most max_lost_mass=0.1",
         "without top-k, top-p or min-p truncation",
         evaluate,
@@ -358,6 +358,23 @@ def test_less_lost_mass_than_the_limit_is_reported(lost, limit):
     A = case.advantages.item()
     assert loss.item() == pytest.approx(-A, rel=1e-12)
     torch.testing.assert_close(grad.flatten(), -A * torch.tensor([0.5, -0.5, 0.0]).double(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("where", ["sparsify and loss", "loss alone"])
+def test_lost_mass_is_judged_over_the_counted_tokens(where):
+    """One counted token of four; the mask may reach the loss alone."""
+    one = truncated(0.3)
+    mask = torch.tensor([[True, False, False, False]])
+    sampled = one.sampled.expand(1, 4)
+    old_logits = torch.cat([one.old_logits, one.logits.expand(1, 3, 3)], dim=1)
+    known = mask if where == "sparsify and loss" else None
+    old = sparsify(old_logits, sampled, loss_mask=known)
+    proposal = sparsify(one.logits.expand(1, 4, 3), sampled, loss_mask=known)
+    with pytest.raises(InputError, match=r"given: a proposal with 0.3 of its mass"):
+        troll_loss(proposal, old, torch.ones(1), mask)
+    # The other way round, what is lost under the mask disturbs nobody.
+    _, metrics = troll_loss(proposal, old, torch.ones(1), ~mask if known is None else torch.zeros_like(mask))
+    assert metrics["lost_mass"] == 0
 
 
 def test_excluded_on_both_sides():

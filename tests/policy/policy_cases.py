@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ def refuses(given: str, expected: str = "", hint: str = "") -> Iterator[None]:
     assert given in error.given, error.given
     assert expected in error.expected, error.expected
     assert hint in error.hint, error.hint
+
+
+def close(expected: Any, rel: float, abs: float = 0.0) -> Any:
+    """Equal up to a relative error. (``pytest.approx`` alone also allows an absolute one of 1e-12.)"""
+    return pytest.approx(expected, rel=rel, abs=abs)
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = F32) -> Tensor:

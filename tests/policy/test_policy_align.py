@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import F32, F64, INF, by_hand, ids, normal, refuses, same_bits, ulp
+from policy_cases import F32, F64, INF, by_hand, close, ids, normal, refuses, same_bits, ulp
 from torch import Tensor
 
 from troll.policy import LOG_FLOOR, SparsePolicy, Tail, align, restrict, sparsify, token_kl
@@ -36,29 +36,29 @@ def test_floor_by_hand() -> None:
     proposal = by_hand([[4, 2]], [[0.5, 0.375]], 6)
     p, q = align(proposal, old, "floor")
     P, Q = 0.5 + 1e-12 + 0.375, 0.25 + 0.5 + 1e-12
-    assert p[0].exp().tolist() == pytest.approx([0.5 / P, 1e-12 / P, 0.0, 0.0, 0.375 / P], rel=1e-13, abs=0.0)
-    assert q[0].exp().tolist() == pytest.approx([0.25 / Q, 0.5 / Q, 0.0, 0.0, 1e-12 / Q], rel=1e-13, abs=0.0)
+    assert p[0].exp().tolist() == close([0.5 / P, 1e-12 / P, 0.0, 0.0, 0.375 / P], rel=1e-13)
+    assert q[0].exp().tolist() == close([0.25 / Q, 0.5 / Q, 0.0, 0.0, 1e-12 / Q], rel=1e-13)
 
 
 def test_bucket_by_hand() -> None:
     old = by_hand([[4, 1, -1]], [[0.25, 0.5, 0.0]], 6)
     proposal = by_hand([[4, 1, -1]], [[0.5, 0.125, 0.0]], 6)
     p, q = align(proposal, old, "bucket")
-    assert p[0].exp().tolist() == pytest.approx([0.5, 0.125, 0.0, 0.375], rel=1e-15, abs=0.0)
-    assert q[0].exp().tolist() == pytest.approx([0.25, 0.5, 0.0, 0.25], rel=1e-15, abs=0.0)
+    assert p[0].exp().tolist() == close([0.5, 0.125, 0.0, 0.375], rel=1e-15)
+    assert q[0].exp().tolist() == close([0.25, 0.5, 0.0, 0.25], rel=1e-15)
     # ½ log 2 + ⅛ log ¼ + ⅜ log 1.5
-    assert token_kl(p, q).item() == pytest.approx(0.25 * math.log(2) + 0.375 * math.log(1.5), rel=1e-14)
+    assert token_kl(p, q).item() == close(0.25 * math.log(2) + 0.375 * math.log(1.5), rel=1e-14)
 
 
 def test_floor_is_the_default_and_is_log_1e12() -> None:
-    assert math.exp(LOG_FLOOR) == pytest.approx(1e-12, rel=1e-14)
+    assert math.exp(LOG_FLOOR) == close(1e-12, rel=1e-14)
     for dtype, rel in ((F32, 2e-7), (F64, 1e-15)):  # some ulp of the type: also of its floor
         old, proposal = by_hand([[0, 1]], [[0.5, 0.25]], 4, dtype), by_hand([[0, 2]], [[0.5, 0.25]], 4, dtype)
         p, q = align(proposal, old)
         total = 0.75 + 1e-12
         expected = [math.log(0.5 / total), math.log(1e-12 / total), -INF, math.log(0.25 / total)]
-        assert p[0].tolist() == pytest.approx(expected, rel=rel, abs=0.0)
-        assert q[0].tolist() == pytest.approx([expected[0], expected[3], -INF, expected[1]], rel=rel, abs=0.0)
+        assert p[0].tolist() == close(expected, rel=rel)
+        assert q[0].tolist() == close([expected[0], expected[3], -INF, expected[1]], rel=rel)
 
 
 def test_a_side_that_dropped_nothing_gives_missing_tokens_nothing() -> None:
@@ -66,11 +66,11 @@ def test_a_side_that_dropped_nothing_gives_missing_tokens_nothing() -> None:
     old = by_hand([[0, 1]], [[0.5, 0.5]], 4)
     proposal = by_hand([[0, 2]], [[0.5, 0.25]], 4)
     p, q = align(proposal, old, "floor")
-    assert q[0].tolist() == pytest.approx([math.log(0.5), math.log(0.5), -INF, -INF], rel=1e-15)
-    assert p[0, 1].exp().item() == pytest.approx(1e-12 / 0.75, rel=1e-12)
+    assert q[0].tolist() == close([math.log(0.5), math.log(0.5), -INF, -INF], rel=1e-15)
+    assert p[0, 1].exp().item() == close(1e-12 / (0.75 + 1e-12), rel=1e-13)
     assert token_kl(p, q).item() == INF  # mass that the old policy excludes, for the projection to count
     p, q = align(old, proposal, "floor")
-    assert p[0].tolist() == pytest.approx([math.log(0.5), -INF, -INF, math.log(0.5)], rel=1e-15)
+    assert p[0].tolist() == close([math.log(0.5), -INF, -INF, math.log(0.5)], rel=1e-15)
     assert token_kl(p, q).isfinite().item()
 
 
@@ -78,7 +78,7 @@ def test_bucket_of_a_side_that_dropped_nothing_is_empty() -> None:
     old = by_hand([[0, 1]], [[0.5, 0.5]], 4)
     p, q = align(by_hand([[0, 1]], [[0.5, 0.25]], 4), old, "bucket")
     assert q[0, 2].item() == -INF
-    assert p[0, 2].exp().item() == pytest.approx(0.25, rel=1e-15)
+    assert p[0, 2].exp().item() == close(0.25, rel=1e-15)
     assert token_kl(p, q).item() == INF
 
 
@@ -145,7 +145,7 @@ def test_the_union_equals_a_dictionary(data: st.DataObject, sampled: int) -> Non
         expected = [side.get(i, floor) if i >= 0 else 0.0 for i in slots]
         total = math.fsum(expected)
         # 16 slots: a log-softmax of numbers down to −28, exponentiated: some 30 eps
-        assert aligned[0].exp().tolist() == pytest.approx([x / total for x in expected], rel=1e-13, abs=0.0)
+        assert aligned[0].exp().tolist() == close([x / total for x in expected], rel=1e-13)
 
 
 def test_rows_do_not_mix() -> None:
@@ -305,7 +305,7 @@ def test_one_hot_and_nearly_disjoint_policies_are_finite(tail: Tail, gap: float)
     p, q = align(proposal_for(leaf, old, tail, 64, 1e-5), old, tail)
     kl = token_kl(p, q)
     # floor: the missing token costs log 1e12; bucket: log of the old tail, −gap
-    assert kl.item() == pytest.approx(-LOG_FLOOR if tail == "floor" else gap, rel=1e-6)
+    assert kl.item() == close(-LOG_FLOOR if tail == "floor" else gap, rel=1e-6)
     kl.sum().backward()
     assert leaf.grad.isfinite().all()
 
@@ -409,7 +409,7 @@ def test_bucket_needs_the_old_support() -> None:
         align(proposal, old, "floor")
     gone = by_hand([[0, -1]], [[0.5, 0.0]], 6)  # token 1 became impossible
     p, _ = align(gone, old, "bucket")
-    assert p[0].exp().tolist() == pytest.approx([0.5, 0.0, 0.5], rel=1e-15, abs=0.0)
+    assert p[0].exp().tolist() == close([0.5, 0.0, 0.5], rel=1e-15)
 
 
 def test_unknown_tails_are_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import F32, F64, INF, dense, ids, normal, same_bits
+from policy_cases import F32, F64, INF, close, dense, ids, normal, same_bits
 from torch import Tensor
 
 from troll.policy import SparsePolicy, sparsify
@@ -64,13 +64,13 @@ def test_gradient_by_hand(part: str) -> None:
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=F64).log().requires_grad_()
     token_ids = torch.tensor([[1, 0]])
     log_probs, log_tail = log_probs_at(logits, token_ids, log_norms(logits.detach(), 1.0), 1.0)
-    assert log_probs[0].exp().tolist() == pytest.approx([0.25, 0.5], rel=1e-15)
-    assert log_tail.exp().tolist() == pytest.approx([0.25], rel=1e-15)
+    assert log_probs[0].exp().tolist() == close([0.25, 0.5], rel=1e-15)
+    assert log_tail.exp().tolist() == close([0.25], rel=1e-15)
     out = {"kept": log_probs[0, 0], "tail": log_tail[0], "both": log_probs[0, 0] + log_tail[0]}[part]
     out.backward()
     kept, tail = [-0.5, 0.75, -0.125, -0.125], [-0.5, -0.25, 0.375, 0.375]
     expected = {"kept": kept, "tail": tail, "both": [a + b for a, b in zip(kept, tail, strict=True)]}[part]
-    assert logits.grad[0].tolist() == pytest.approx(expected, rel=1e-14)
+    assert logits.grad[0].tolist() == close(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
@@ -124,7 +124,7 @@ def test_the_log_of_an_empty_tail_has_no_gradient() -> None:
     log_tail.sum().backward()
     assert leaf.grad[0].tolist() == [0.0, 0.0, 0.0]
     p = torch.softmax(leaf.detach()[1], -1).tolist()
-    assert leaf.grad[1].tolist() == pytest.approx([-p[0], -p[1], 1 - p[2]], rel=1e-14)
+    assert leaf.grad[1].tolist() == close([-p[0], -p[1], 1 - p[2]], rel=1e-14)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -200,7 +200,7 @@ def test_a_nan_gradient_on_an_unused_slot_is_not_read() -> None:
     assert policy.token_ids.tolist() == [[0, -1, -1]]
     policy.log_probs.backward(torch.tensor([[1.0, math.nan, INF]], dtype=F64))
     p = torch.softmax(leaf.detach()[0], -1)
-    assert leaf.grad[0].tolist() == pytest.approx([1 - p[0].item(), -p[1].item(), -p[2].item()], rel=1e-10)
+    assert leaf.grad[0].tolist() == close([1 - p[0].item(), -p[1].item(), -p[2].item()], rel=1e-10)
 
 
 def test_double_backward_is_refused() -> None:

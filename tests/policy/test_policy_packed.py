@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import F32, F64, INF, by_hand, ids, normal, refuses, same_bits, same_policy
+from policy_cases import F32, F64, INF, by_hand, close, ids, normal, refuses, same_bits, same_policy
 
 from troll.policy import PackedPolicy, SparsePolicy, restrict, sparsify
 
@@ -50,8 +49,8 @@ def test_layout_by_hand() -> None:
     assert packed.counts.dtype == torch.int16
     assert packed.token_ids.tolist() == [[3, 2, 1], [5, 0, 0], [255, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert packed.token_ids.dtype == torch.uint8
-    assert packed.log_probs.exp().tolist() == pytest.approx([0.5, 0.25, 0.5, 0.25, 0.25], rel=1e-15)
-    assert packed.log_tail.exp().tolist() == pytest.approx([0.25, 1.0, 0.0], rel=1e-15, abs=0.0)
+    assert packed.log_probs.exp().tolist() == close([0.5, 0.25, 0.5, 0.25, 0.25], rel=1e-15)
+    assert packed.log_tail.exp().tolist() == close([0.25, 1.0, 0.0], rel=1e-15)
     assert (packed.slots, packed.vocab_size, packed.temperature) == (3, 1 << 24, 1.0)
     assert packed.nbytes == 5 * 3 + 5 * 8 + 3 * 2 + 3 * 8
     assert same_policy(packed.unpack(), policy)

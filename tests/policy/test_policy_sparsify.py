@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from policy_cases import F32, F64, INF, dense, ids, kept, normal, refuses, same_bits, same_policy, ulp
+from policy_cases import F32, F64, INF, close, dense, ids, kept, normal, refuses, same_bits, same_policy, ulp
 
-from troll.policy import sparsify
+from troll.policy import restrict, sparsify
 
 DTYPES = [torch.bfloat16, torch.float16, F32, F64]
 
@@ -44,7 +44,7 @@ def test_numbers_against_numpy_with_everything_kept() -> None:
     p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
     for row in range(5):
         for token, log_p in zip(policy.token_ids[row].tolist(), policy.log_probs[row].tolist(), strict=True):
-            assert log_p == pytest.approx(np.log(p[row, token]), rel=1e-14, abs=1e-14)
+            assert log_p == close(np.log(p[row, token]), rel=1e-14, abs=1e-14)
     assert policy.log_tail.tolist() == [-INF] * 5
 
 
@@ -56,9 +56,9 @@ def test_the_mass_of_a_tail_of_1e9_is_known_to_six_digits() -> None:
     assert kept(policy) == [[7]]
     z = logits.double()
     truth = (z[logits < 0].exp().sum() / z.exp().sum()).item()
-    assert truth == pytest.approx(1e-9, rel=1e-5)
+    assert truth == close(1e-9, rel=1e-5)
     # log tail ≈ −20.7 is rounded to 1e-6 (half an ulp at 16…32), after a sum of a thousand equal terms
-    assert policy.log_tail.double().exp().item() == pytest.approx(truth, rel=4e-6)
+    assert policy.log_tail.double().exp().item() == close(truth, rel=4e-6)
     naive = 1 - policy.log_probs.exp().sum()
     assert abs(naive.item() / truth - 1) > 0.5
 
@@ -81,12 +81,12 @@ def test_huge_gaps_stay_finite(gap: float, dtype: torch.dtype) -> None:
     policy = sparsify(leaf, torch.tensor([2]))
     assert kept(policy) == [[2, 0]]
     top = leaf[0, 0].item()  # bf16 rounds 1e4
-    assert policy.log_probs[0, :2].tolist() == pytest.approx([-2 * top, 0.0], rel=1e-6, abs=1e-6)
-    assert policy.log_tail.item() == pytest.approx(1 - top + math.log1p(math.exp(-1)), rel=1e-6)
+    assert policy.log_probs[0, :2].tolist() == close([-2 * top, 0.0], rel=1e-6, abs=1e-6)
+    assert policy.log_tail.item() == close(1 - top + math.log1p(math.exp(-1)), rel=1e-6)
     (policy.log_probs[0, :2].sum() + policy.log_tail.sum()).backward()
     assert leaf.grad.isfinite().all()
     share = 1 / (1 + math.e)  # of token 1 in the tail; Γ = 3, and the top token has p = 1
-    assert leaf.grad[0].tolist() == pytest.approx([1 - 3.0, share, 1.0, 1 - share], rel=1e-2)
+    assert leaf.grad[0].tolist() == close([1 - 3.0, share, 1.0, 1 - share], rel=1e-2)
 
 
 def test_fp16_extremes() -> None:
@@ -95,6 +95,23 @@ def test_fp16_extremes() -> None:
     assert policy.token_ids.tolist() == [[1, 0, 2]]
     assert policy.log_probs.tolist() == [[-131008.0, 0.0, -32.0]]
     assert policy.log_tail.item() == -INF
+    for top in (65504.0, -65504.0):
+        equal = sparsify(torch.full((3,), top, dtype=torch.float16), torch.tensor(2), 2)
+        assert equal.token_ids.tolist() == [2, 0]
+        assert equal.log_probs.tolist() == close([-math.log(3)] * 2, rel=1e-7)
+        assert equal.log_tail.item() == close(-math.log(3), rel=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_logits_of_40000_and_1e30_are_distributions_too(dtype: torch.dtype) -> None:
+    policy = sparsify(torch.tensor([4e4, 4e4 - 1, 4e4 - 2, 0.0], dtype=dtype), torch.tensor(2))
+    expected = torch.tensor([-2.0, 0.0, -1.0], dtype=F64).log_softmax(-1)
+    # differences of 1 and 2 are exact; then one rounding of a logarithm below 0.5 and one of the result
+    torch.testing.assert_close(policy.log_probs[:3].double(), expected, rtol=0, atol=2 * ulp(2, dtype))
+    assert policy.log_tail.item() == close(-4e4 - 0.4076, rel=1e-6)
+    huge = sparsify(torch.tensor([1e30, 1e30, -1e30], dtype=dtype), torch.tensor(0))
+    assert huge.token_ids.tolist() == [0, 1, -1]
+    assert huge.log_probs[:2].tolist() == close([-math.log(2)] * 2, rel=1e-7)
 
 
 # ---- temperature ---------------------------------------------------------------------------------------------------
@@ -123,7 +140,7 @@ def test_temperature_divides_the_logits(dtype: torch.dtype, temperature: float) 
 def test_temperature_by_hand() -> None:
     """Probabilities ⅓, ⅔ at temperature ½ are 1/5, 4/5."""
     policy = sparsify(torch.tensor([1 / 3, 2 / 3], dtype=F64).log(), torch.tensor(0), temperature=0.5)
-    assert policy.log_probs.exp().tolist() == pytest.approx([0.2, 0.8], rel=1e-15)
+    assert policy.log_probs.exp().tolist() == close([0.2, 0.8], rel=1e-15)
     assert policy.temperature == 0.5
 
 
@@ -271,9 +288,13 @@ def test_a_single_position_is_named_too() -> None:
         sparsify(torch.tensor([0.0, math.nan]), torch.tensor(0))
 
 
-@pytest.mark.xfail(strict=True, reason="drop_uncounted looks at the logit, not at the logit divided by the temperature")
 def test_a_token_excluded_by_the_smallest_number_is_treated_like_minus_inf() -> None:
     """torch.finfo.min is a common way to exclude tokens; divided by a temperature below 1 it is −inf."""
     logits = torch.tensor([[1.0, 2.0, torch.finfo(F32).min], [1.0, 2.0, 3.0]])
     policy = sparsify(logits, torch.tensor([2, 2]), temperature=0.5, on_invalid="mask")
     assert policy.valid.tolist() == [False, True]
+    with refuses("sampled token 2 with logit −inf at position [0]", "can be sampled"):
+        sparsify(logits, torch.tensor([2, 2]), temperature=0.5)
+    old = sparsify(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([1]), temperature=0.5)
+    assert old.token_ids.tolist() == [[1, 2, 0]]
+    assert restrict(logits[:1], old).token_ids.tolist() == [[1, -1, 0]]

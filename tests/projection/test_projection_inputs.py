@@ -179,6 +179,10 @@ def test_bound_of_the_wrong_shape() -> None:
     proposal, old = pair(3, 4, 1.0, 1.0, seed=0)
     with pytest.raises(InputError, match=r"given: kl_bound \[2\] for positions \[3\]; expected: one number"):
         project(proposal, old, torch.ones(2))
+    square = [x.expand(4, 3, 4) for x in (proposal, old)]
+    for shape in ([3], [4, 1], [1]):  # what would broadcast could be meant for either dimension
+        with pytest.raises(InputError, match=r"one number, or one per position"):
+            project(*square, torch.ones(shape))
 
 
 @pytest.mark.parametrize("value", [math.nan, INF])

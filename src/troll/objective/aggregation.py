@@ -46,15 +46,21 @@ def aggregate(
             "max_length with 'constant', and only there",
             "max_length=the longest completion the run allows, or aggregation='token_mean'",
         )
-    kept = torch.where(loss_mask, values, 0.0)
-    lengths = loss_mask.sum(-1)
-    if rule == "token_mean":
-        return kept.sum() / (lengths.sum().clamp(min=1) if total is None else total)
+    if max_length is not None and max_length < 1:
+        raise InputError(f"max_length={max_length}", "at least 1 token", "the longest completion the run allows")
+    if values.shape != loss_mask.shape:
+        raise InputError(
+            f"values {list(values.shape)} and loss_mask {list(loss_mask.shape)}",
+            "[B, T] for both",
+            "values.expand(B, T)",
+        )
+    counted = loss_mask.bool()
+    sums, lengths = torch.where(counted, values, 0.0).sum(-1), counted.sum(-1)
     if rule == "sequence_mean":
-        per_sequence = kept.sum(-1) / lengths.clamp(min=1)
-    elif rule == "sequence_sum":
-        per_sequence = kept.sum(-1)
-    else:
-        assert max_length is not None
-        per_sequence = kept.sum(-1) / max_length
-    return per_sequence.sum() / ((lengths > 0).sum().clamp(min=1) if total is None else total)
+        sums = sums / lengths.clamp(min=1)
+    elif max_length is not None:
+        sums = sums / max_length
+    if total is None:
+        total = lengths.sum() if rule == "token_mean" else (lengths > 0).sum()
+    total = torch.as_tensor(total, device=values.device)
+    return sums.sum() / torch.where(total > 0, total, 1)  # 0 where there is nothing to divide

@@ -6,6 +6,8 @@ in the trust region alone.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,8 @@ from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, mean, policy_metrics
 from troll.objective.ratio import RatioLevel, ratios
-from troll.policy import OnInvalid, SparsePolicy, Tail, align, token_kl
+from troll.policy import OnInvalid, SparsePolicy, Tail, align
+from troll.projection import project
 
 
 def clip_loss(
@@ -90,9 +93,9 @@ def _unprojected(
     proposal: SparsePolicy, old: SparsePolicy, batch: Batch, level: RatioLevel, tail: Tail
 ) -> tuple[Tensor, Metrics]:
     with torch.no_grad():
-        kl = token_kl(*align(proposal, old, tail))
+        apart = project(*align(proposal, old, tail), kl_bound=math.inf, max_lost_mass=math.inf)
     ratio = ratios(proposal.sampled_log_probs - old.sampled_log_probs, batch.counted, level)
-    return ratio, policy_metrics(proposal, old, batch, ratio, kl)
+    return ratio, policy_metrics(proposal, old, batch, ratio, apart)
 
 
 def _finish(

@@ -10,10 +10,10 @@ from torch import Tensor
 from troll.errors import InputError
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
-from troll.objective.metrics import Metrics, mean, policy_metrics, spread
+from troll.objective.metrics import Metrics, largest, mean, policy_metrics, sequence_mean, spread
 from troll.objective.ratio import RatioLevel, ratios
-from troll.policy import OnInvalid, SparsePolicy, Tail, align, sequence_kl, token_kl
-from troll.projection import MAX_LOST_MASS, Projection, Solver, check_kl_bound, project
+from troll.policy import OnInvalid, SparsePolicy, Tail, align, token_kl
+from troll.projection import MAX_LOST_MASS, Projection, Solver, check_kl_bound, check_lost_mass, project
 
 
 def regression(projection: Projection) -> Tensor:
@@ -71,7 +71,9 @@ def troll_loss(
         raise InputError(f"regression_coef={regression_coef}", "a number ≥ 0", "1, the default")
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
     aligned = align(proposal, old, tail)
-    projection = project(aligned.proposal, aligned.old, kl_bound, solver=solver, max_lost_mass=max_lost_mass)
+    projection = project(aligned.proposal, aligned.old, kl_bound, solver=solver, max_lost_mass=math.inf)
+    if not torch.compiler.is_compiling():
+        check_lost_mass(projection.lost_mass[batch.counted], max_lost_mass)
 
     ratio = ratios(projection.log_probs[..., 0] - aligned.old[..., 0], batch.counted, ratio_level)
     weighted = ratio if batch.weights is None else ratio * batch.weights
@@ -84,7 +86,7 @@ def troll_loss(
         total=total,
     )
     return loss, {
-        **policy_metrics(proposal, old, batch, ratio, projection.kl_before),
+        **policy_metrics(proposal, old, batch, ratio, projection),
         **_projection_metrics(projection, pull, batch.counted),
     }
 
@@ -96,11 +98,10 @@ def _projection_metrics(projection: Projection, pull: Tensor, counted: Tensor) -
     return {
         "projected_fraction": mean(projection.active.to(dtype), counted),
         **spread("kl_after", projection.kl_after, counted),
-        "sequence_kl_after": sequence_kl(projection.kl_after, counted).sum() / (counted.sum(-1) > 0).sum().clamp(min=1),
+        "sequence_kl_after": sequence_mean(projection.kl_after, counted),
         "regression": mean(pull, counted),
         "mix": mean(projection.mix, counted),
         "solver_steps/mean": mean(projection.iterations.to(dtype), active),
-        "solver_steps/max": torch.where(active, projection.iterations, 0).amax() if counted.numel() else counted.sum(),
+        "solver_steps/max": largest(projection.iterations.to(dtype), active),
         "unconverged_tokens": (counted & ~projection.converged).sum(),
-        "lost_mass": mean(projection.lost_mass, counted),
     }

@@ -31,11 +31,13 @@ def kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     Σ p d does in fp32 below 1e-6, and it does not feel a rounding error in the normalisation of p or q.
     """
     d = torch.where(log_p == log_q, 0.0, log_p - log_q)  # also where both are -inf
+    missing = d == torch.inf  # in q, be p too small a number for exp; set apart, or 0 · inf is NaN, here or backward
+    d = d.masked_fill(missing, 0.0)
     # p → 0: p e⁻ᵈ is written q, so that nothing overflows; below d = −100 the term is q to the last bit of a double.
     below = d.clamp(-100.0, -1.0)
     vanishing = log_q.exp() * (1.0 - (1.0 - below) * below.exp())
     terms = torch.where(d < -1.0, vanishing, log_p.exp() * _excess(d.clamp(min=-1.0)))
-    return torch.where(d == torch.inf, torch.inf, terms)  # also where p is too small a number for exp
+    return terms.masked_fill(missing, torch.inf)
 
 
 def token_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ def sparsify(
         loss_mask: [...] positions that count. The others get an empty support: their logits are not read (they may
             be NaN) and receive zero gradient.
         on_invalid: what to do where counted logits are NaN or +inf or give the sampled token no probability:
-            ``"raise"``, or ``"mask"`` those positions (``valid`` is False there; the losses count them).
+            ``"raise"``, or ``"mask"`` those positions (``valid`` is False there; the losses count them). Inside
+            ``torch.compile``, where nothing can be raised, they are masked.
     """
     if max_support < 1:
         raise InputError(f"max_support={max_support}", "at least 1 token", "64, the default")

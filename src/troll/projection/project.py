@@ -72,7 +72,8 @@ def project(
     outside = (old == -torch.inf) & (proposal > -torch.inf)
     lost = torch.where(outside, proposal.detach(), -torch.inf).exp().sum(-1)
     if not torch.compiler.is_compiling():
-        _check_content(proposal.detach(), old, lost, max_lost_mass)
+        _check_content(proposal.detach(), old)
+        check_lost_mass(lost, max_lost_mass)
     proposal = _leave_out(proposal, outside)
 
     K = proposal.shape[-1]
@@ -116,12 +117,11 @@ def _bound(kl_bound: float | Tensor, proposal: Tensor) -> Tensor:
     check_kl_bound(kl_bound)
     bound = torch.as_tensor(kl_bound, dtype=torch.float64 if proposal.device.type != "mps" else torch.float32)
     shape = proposal.shape[:-1]
-    try:
-        return bound.detach().to(proposal.device).expand(shape)
-    except RuntimeError:
+    if bound.shape not in (torch.Size(), shape):
         raise InputError(
             f"kl_bound {list(bound.shape)} for positions {list(shape)}", "one number, or one per position", "a float"
-        ) from None
+        )
+    return bound.detach().to(proposal.device).expand(shape)
 
 
 def _check_form(proposal: Tensor, old: Tensor) -> None:
@@ -149,11 +149,20 @@ def _log_norm(x: Tensor) -> Tensor:
     return torch.where(empty.unsqueeze(-1), x.new_tensor(x.shape[-1]).log().neg(), x).logsumexp(-1)
 
 
-def _check_content(proposal: Tensor, old: Tensor, lost: Tensor, max_lost_mass: float) -> None:
+def check_lost_mass(lost: Tensor, max_lost_mass: float) -> None:
+    """Refuse a proposal that has, on average over these positions, too much mass where the old policy has none."""
+    if bool(lost.sum() > max_lost_mass * max(1, lost.numel())):
+        raise InputError(
+            f"a proposal with {float(lost.mean()):.3g} of its mass, on average, on tokens the old one excludes (−inf)",
+            f"at most max_lost_mass={max_lost_mass}",
+            "scoring both policies without top-k, top-p or min-p truncation, or truncating both to the same tokens",
+        )
+
+
+def _check_content(proposal: Tensor, old: Tensor) -> None:
     norms = [_log_norm(x) for x in (proposal, old)]
     suspect = [(~(norm.abs() <= _NORM_TOLERANCE)).any() for norm in norms]  # also where a NaN or +inf is
-    too_much = lost.sum() > max_lost_mass * max(1, lost.numel())
-    if not bool(torch.stack([*suspect, too_much]).any()):  # one transfer from the device
+    if not bool(torch.stack(suspect).any()):  # one transfer from the device
         return
     for name, x, norm in (("proposal", proposal, norms[0]), ("old", old, norms[1])):
         wrong, unnormalised = ~(x < torch.inf), ~(norm.abs() <= _NORM_TOLERANCE)
@@ -171,8 +180,3 @@ def _check_content(proposal: Tensor, old: Tensor, lost: Tensor, max_lost_mass: f
                 "log-probabilities that are normalised over the support",
                 "torch.log_softmax(logits, dim=-1)",
             )
-    raise InputError(
-        f"a proposal with {float(lost.mean()):.3g} of its mass, on average, on tokens the old policy excludes (−inf)",
-        f"at most max_lost_mass={max_lost_mass}",
-        "scoring both policies without top-k, top-p or min-p truncation, or truncating both to the same tokens",
-    )
