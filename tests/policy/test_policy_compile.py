@@ -66,3 +66,21 @@ def test_a_wrong_selection_would_show_in_the_graph_too() -> None:
         expected, found = chosen(logits, sampled), compiled(logits, sampled)
         assert torch.equal(found[0], expected[0])
         torch.testing.assert_close(found[1:], expected[1:], rtol=1e-6, atol=1e-6)
+
+
+def test_invalid_positions_are_masked_in_the_graph() -> None:
+    """Nothing can be raised there; NaN must not leak instead, and the row is no longer ``valid``."""
+
+    def tails(logits: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        policy = sparsify(logits, sampled, 3)
+        return policy.valid, policy.sampled_log_probs, policy.log_tail
+
+    logits = normal(4, 9, seed=133)
+    logits[1, 2], logits[2, 3] = torch.nan, -torch.inf
+    leaf = logits.requires_grad_()
+    valid, log_probs, log_tail = torch.compile(tails, fullgraph=True, backend="aot_eager")(leaf, torch.arange(4) + 1)
+    assert valid.tolist() == [True, False, False, True]  # the sampled token of row 2 is the excluded one
+    assert log_tail.tolist()[1:3] == [0.0, 0.0]
+    (log_probs[[0, 3]].sum() + log_tail.sum()).backward()
+    assert leaf.grad[1:3].abs().max().item() == 0.0
+    assert leaf.grad[[0, 3]].abs().amax(-1).min().item() > 0.1

@@ -299,3 +299,8 @@ def test_entropy_gradient_is_finite_with_excluded_tokens() -> None:
     entropy(log_p).backward()
     expected = [-0.5 * (1 - math.log(2)), *[-0.25 * (1 - 2 * math.log(2))] * 2, 0.0]
     assert log_p.grad.tolist() == close(expected, rel=1e-14)
+
+
+def test_sequence_kl_takes_a_mask_of_numbers() -> None:
+    kl = torch.tensor([[1.0, 2.0, 4.0]])
+    assert sequence_kl(kl, torch.tensor([[1, 0, 1]])).tolist() == [5.0]

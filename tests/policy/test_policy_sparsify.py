@@ -298,3 +298,9 @@ def test_a_token_excluded_by_the_smallest_number_is_treated_like_minus_inf() -> 
     old = sparsify(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([1]), temperature=0.5)
     assert old.token_ids.tolist() == [[1, 2, 0]]
     assert restrict(logits[:1], old).token_ids.tolist() == [[1, -1, 0]]
+
+
+def test_a_logit_that_overflows_through_the_temperature_is_named() -> None:
+    logits = torch.tensor([[0.0, 3e38, 1.0]])
+    with refuses("logit inf of token 1 at position [0]"):
+        sparsify(logits, torch.tensor([0]), temperature=0.5)

@@ -226,3 +226,17 @@ def test_no_positions_at_all() -> None:
     assert result.log_probs.numel() == 0
     result.log_probs.sum().backward()
     assert nothing.grad is not None
+
+
+@pytest.mark.parametrize("bound", [1e-6, 0.05])
+def test_a_solver_that_gives_up_stays_inside_and_says_so(monkeypatch: pytest.MonkeyPatch, bound: float) -> None:
+    monkeypatch.setattr("troll.projection.newton._NEWTON_STEPS", 1)
+    monkeypatch.setattr("troll.projection.newton._CUTS", 0)
+    monkeypatch.setattr("troll.projection.newton._MAX_STEPS", 1)
+    proposal, old = pair(500, 16, 5.0, 4.0, seed=6, dtype=torch.float32)
+    result = project(proposal, old, bound)
+    gave_up = ~result.converged
+    assert gave_up.sum() > 50
+    assert (exact_kl(result.log_probs, old) <= bound * (1 + 1e-9)).all()
+    assert (result.kl_after[gave_up] < bound).all()
+    assert (result.iterations[gave_up] == 2).all()

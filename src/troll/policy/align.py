@@ -60,8 +60,7 @@ def _find(needles: Tensor, haystack: Tensor) -> tuple[Tensor, Tensor]:
     """Whether each id of ``needles`` [..., M] is in ``haystack`` [..., K] of its position, and in which slot."""
     ordered, order = haystack.sort(-1)
     at = torch.searchsorted(ordered, needles.contiguous()).clamp(max=haystack.shape[-1] - 1)
-    found = (ordered.gather(-1, at) == needles) & (needles >= 0)
-    return found, torch.where(found, order.gather(-1, at), 0)
+    return ordered.gather(-1, at) == needles, order.gather(-1, at)
 
 
 def _bucket(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ def sequence_kl(kl: Tensor, loss_mask: Tensor) -> Tensor:
 
     By the chain rule its expectation over sequences drawn from p is the KL of the two sequence distributions.
     """
-    return torch.where(loss_mask, kl, 0.0).sum(-1)
+    return torch.where(loss_mask.bool(), kl, 0.0).sum(-1)
 
 
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -144,10 +144,11 @@ class _Rows:
                     "a sampled token that can be sampled",
                     "scoring without top-k, top-p or min-p truncation, and sampled ids aligned with the logits",
                 )
-            culprit = (~(self.logits[row] < torch.inf)).nonzero().flatten().tolist()
+            z = scaled(self.logits[row], self.temperature)
+            culprit = (~(z < torch.inf)).nonzero().flatten().tolist()
             what = "only −inf logits"
             if culprit:
-                what = f"logit {float(self.logits[row, culprit[0]])} of token {culprit[0]}"
+                what = f"logit {float(z[culprit[0]])} of token {culprit[0]}"
             raise InputError(
                 f"{what} at position {self._name(bad)} ({int(bad.sum())} such positions)",
                 "finite logits, or −inf for tokens that are excluded",

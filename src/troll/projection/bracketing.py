@@ -44,8 +44,9 @@ def solve_bracketing(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tens
         for i in range(1, CANDIDATES + 1):
             count += _kl(log_old, log_proposal, low + i * width / (CANDIDATES + 1)) > kl_bound
         low, high = low + count * width / (CANDIDATES + 1), low + (count + 1) * width / (CANDIDATES + 1)
-    eta = (0.5 * (low + high)).exp()
-    return Solution(1 / (1 + eta), iterations, high - low <= 1e-12 * torch.maximum(high.abs(), torch.ones_like(high)))
+    return Solution(
+        1 / (1 + high.exp()), iterations, high - low <= 1e-12 * torch.maximum(high.abs(), torch.ones_like(high))
+    )
 
 
 def _kl(log_old: Tensor, log_proposal: Tensor, log_eta: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ def solve_newton(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tensor) 
         for _ in range(_CUTS):
             part = _cut(*hard, part)
         search = search.put(rows, _newton(*hard, part, _MAX_STEPS))
-    return Solution(search.mix, search.iterations, search.done)
+    # The lower end of the bracket is inside the region, for rows that would never be done.
+    return Solution(torch.where(search.done, search.mix, search.low), search.iterations, search.done)
 
 
 def _start(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tensor) -> _Search:

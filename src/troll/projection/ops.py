@@ -15,7 +15,7 @@ from troll.policy import LOG_FLOOR, token_kl
 from troll.projection.bracketing import solve_bracketing
 from troll.projection.derivative import vjp
 from troll.projection.geodesic import point, work_dtype
-from troll.projection.newton import solve_newton
+from troll.projection.newton import Solution, solve_newton
 
 SOLVERS = {"newton": solve_newton, "bracketing": solve_bracketing}
 
@@ -57,7 +57,7 @@ def project_rows(
     if rows.numel() > 0:
         log_old, d, bound = log_old[rows], d[rows], bound[rows]
         solution = SOLVERS[solver](log_old, d, kl_before[rows], bound)
-        t, fits = _inside_after_rounding(log_old, d, solution.mix, bound, projected.dtype)
+        t, fits = _inside_after_rounding(log_old, d, solution, bound, projected.dtype)
         stored = point(log_old, d, t).log_probs.to(projected.dtype)
         stored = torch.where(fits[:, None], stored, old[rows])
         projected[rows] = stored
@@ -68,18 +68,20 @@ def project_rows(
 
 
 def _inside_after_rounding(
-    log_old: Tensor, d: Tensor, mix: Tensor, bound: Tensor, storage: torch.dtype
+    log_old: Tensor, d: Tensor, solution: Solution, bound: Tensor, storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """A mix so much smaller that the KL is within the bound also after log π is rounded to its storage type.
 
     Rounding moves log π_i by at most u |log π_i|, u half the spacing of the type at 1, and the KL by at most
     u Σ π |log π| |log π − log π_old|. The second result is False where that leaves no room (ε near the square of u).
     """
+    mix = solution.mix
     here = point(log_old, d, mix)
     log_ratio = torch.where(log_old == -torch.inf, 0.0, here.log_probs - log_old)
     weight = torch.where(log_old == -torch.inf, 0.0, here.log_probs.exp() * here.log_probs)
     slack = 0.5 * torch.finfo(storage).eps * (weight * log_ratio).abs().sum(-1)
-    shrunk = mix - (here.kl - bound + slack) / (mix * here.variance)
+    step = (here.kl - bound + slack) / (mix * here.variance)
+    shrunk = mix - torch.where(solution.converged, step, step.clamp(min=0.0))
     return shrunk.clamp(max=1 - torch.finfo(mix.dtype).eps), (shrunk > 0) & (slack < bound)
 
 
