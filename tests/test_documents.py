@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -74,6 +75,20 @@ def test_the_table_on_the_floor() -> None:
             assert kl == pytest.approx(float(shown), rel=0.04)
             assert old.kept_mass.mean().item() == pytest.approx(float(kept), rel=0.01)
             assert dense.mean().item() == pytest.approx(0.0447, rel=0.02)
+
+
+def test_the_table_on_a_real_model() -> None:
+    result = json.loads((ROOT / "experiments" / "tails" / "results.json").read_text())
+    by_update = {row["update"]: row for row in result["rows"]}
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", METRICS, flags=re.MULTILINE)
+    assert [int(update) for update, *_ in rows] == [1, 3, 6]
+    for update, *shown in rows:
+        measured = [by_update[int(update)][name]["projected"] for name in ("dense", "floor, 64", "bucket, 64")]
+        assert [f"{100 * x:.1f}" for x in measured] == shown
+    assert f"{by_update[1]['kept mass, 64']:.3f}" in METRICS
+    assert f"{result['tokens']:,} tokens" in METRICS
+    assert all(row[f"bucket, {k}"]["projected by mistake"] == 0 for row in result["rows"] for k in (16, 64, 256))
+    assert result["kl_bound"] == 0.05
 
 
 def test_every_metric_is_explained_and_nothing_else() -> None:
