@@ -5,8 +5,8 @@ old policy and the proposal is measured over the whole vocabulary and, for sever
 
     python experiments/tails/run.py --model DIR_OR_HUB_NAME [--gguf FILE]
 
-needs transformers (for GGUF files also gguf and accelerate) and matplotlib. It writes results.json and figure.svg beside
-this file.
+needs transformers (for GGUF files also gguf and accelerate) and matplotlib, and writes results.json and figure.svg
+beside this file.
 """
 
 from __future__ import annotations
