@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -89,6 +90,19 @@ def test_the_table_on_a_real_model() -> None:
     assert f"{result['tokens']:,} tokens" in METRICS
     assert all(row[f"bucket, {k}"]["projected by mistake"] == 0 for row in result["rows"] for k in (16, 64, 256))
     assert result["kl_bound"] == 0.05
+
+
+def test_the_comparison_in_the_readme() -> None:
+    runs = json.loads((ROOT / "experiments" / "arithmetic" / "results.json").read_text())
+    arms = {"TROLL, bucket": "bucket", "TROLL, floor": "floor", "clip ±0.2": "clip", "no trust region": "none"}
+    for name, arm in arms.items():
+        mine = [run for run in runs if run["arm"] == arm]
+        assert [run["seed"] for run in mine] == [0, 1, 2]
+        assert all(len(run["reward"]) == 20 and run["machine"] == "NVIDIA H200" for run in mine)
+        rewards = [mean(run["reward"][-10:]) for run in mine]
+        kl = mean(mean(run["kl_before/mean"][-10:]) for run in mine)
+        row = f"| {name} | {', '.join(f'{r:.3f}' for r in rewards)} | {mean(rewards):.3f} | {kl:.3f} |"
+        assert row in README
 
 
 def test_every_metric_is_explained_and_nothing_else() -> None:
