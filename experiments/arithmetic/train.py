@@ -2,8 +2,9 @@
 
     python experiments/arithmetic/train.py --model DIR --gguf FILE --arm bucket --seed 0 --output bucket-0.json
 
-A plain training loop. Every rollout is used for 32 updates (4 passes over 8 mini-batches), so that the trust region has something to do. Arms:
-``floor`` and ``bucket`` (TROLL with either tail), ``clip`` (±0.2), ``none`` (no trust region).
+A plain training loop. Every rollout is used for 32 updates (4 passes over 8 mini-batches), so that the trust region has
+something to do. Arms: ``floor`` and ``bucket`` (TROLL with either tail), ``clip`` (±0.2), ``none`` (no trust region).
+Needs transformers, and for GGUF files gguf and accelerate.
 """
 
 from __future__ import annotations
