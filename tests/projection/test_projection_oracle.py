@@ -65,8 +65,7 @@ def test_the_hard_rows_are_hard() -> None:
 
 @pytest.mark.parametrize(("support", "noise", "scale", "bound"), HARD)
 def test_both_solvers_find_the_same_mix(support: int, noise: float, scale: float, bound: float) -> None:
-    """The solvers share no formula. The bracketing's KL is Σ p (log p − log q), good to 1e-16 absolute, and its t to
-    1e-16/(2ε) relative: 1e-10 is promised where that is below it, ε ≥ 1e-6."""
+    """To 1e-10. For ε = 1e-12 the log-ratios themselves, 1e-6, are known to 1e-10 only, and t to a few times that."""
     proposal, old = pair(400, support, noise, scale, seed=100 + support)
     d, kl = proposal - old, token_kl(proposal, old)
     active = kl > bound
@@ -75,7 +74,8 @@ def test_both_solvers_find_the_same_mix(support: int, noise: float, scale: float
     assert active.any()
     assert newton.converged.all()
     assert bracketing.converged.all()
-    assert ((newton.mix / bracketing.mix - 1).abs() <= max(1e-10, 1e-15 / bound)).all()
+    difference = (newton.mix / bracketing.mix - 1).abs().max()
+    assert difference <= (1e-10 if bound >= 1e-8 else 1e-9)
 
 
 @pytest.mark.parametrize(("support", "noise", "scale", "bound"), HARD)

@@ -1,7 +1,7 @@
 """The second solver: n-ary bracketing of the dual variable η, as the authors of TROLL do it. Oracle and comparison.
 
-It shares no formula with the Newton solver: the candidate is written as in (2), the KL directly from its definition,
-and η is found by evaluating a fixed number of candidates a step and keeping the interval that holds the root.
+It shares nothing with the Newton solver but the definition of the KL: the candidate is written as in (2), and η is found
+by evaluating a fixed number of candidates a step and keeping the interval that holds the root.
 
 The authors take 8 candidates, at most 20 steps, η in [1e-7, 100] and a tolerance of 1e-5. An η of 100 is too
 small for a small ε; here the ends are moved until the root lies between them, and the steps go on to the last digit.
@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from troll.policy import token_kl
 from troll.projection.newton import Solution
 
 CANDIDATES = 8
@@ -50,8 +51,6 @@ def solve_bracketing(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tens
 
 
 def _kl(log_old: Tensor, log_proposal: Tensor, log_eta: Tensor) -> Tensor:
-    """KL(π ‖ π_old) for π ∝ exp((η log π_old + log π̃)/(η + 1)), by definition."""
+    """KL(π ‖ π_old) for π ∝ exp((η log π_old + log π̃)/(η + 1))."""
     eta = log_eta.exp()[:, None]
-    log_p = ((eta * log_old + log_proposal) / (eta + 1)).log_softmax(-1)
-    p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_old), 0.0).sum(-1)
+    return token_kl(((eta * log_old + log_proposal) / (eta + 1)).log_softmax(-1), log_old)
