@@ -1,7 +1,7 @@
 """The second solver: n-ary bracketing of the dual variable η, as the authors of TROLL do it. Oracle and comparison.
 
-It shares nothing with the Newton solver but the definition of the KL: the candidate is written as in (2), and η is found
-by evaluating a fixed number of candidates a step and keeping the interval that holds the root.
+It shares nothing with the Newton solver but the definition of the KL: the candidate is written as in (2), and η is
+found by evaluating a fixed number of candidates a step and keeping the interval that holds the root.
 
 The authors take 8 candidates, at most 20 steps, η in [1e-7, 100] and a tolerance of 1e-5. An η of 100 is too
 small for a small ε; here the ends are moved until the root lies between them, and the steps go on to the last digit.
