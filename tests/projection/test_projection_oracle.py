@@ -69,7 +69,7 @@ def test_both_solvers_find_the_same_mix(support: int, noise: float, scale: float
     proposal, old = pair(400, support, noise, scale, seed=100 + support)
     d, kl = proposal - old, token_kl(proposal, old)
     active = kl > bound
-    rows = old[active], d[active], kl[active], torch.full_like(kl[active], bound)
+    rows = old[active], d[active], torch.full_like(kl[active], bound)
     newton, bracketing = solve_newton(*rows), solve_bracketing(*rows)
     assert active.any()
     assert newton.converged.all()
@@ -84,7 +84,7 @@ def test_newton_reaches_the_bound(support: int, noise: float, scale: float, boun
     proposal, old = pair(2000, support, noise, scale, seed=200 + support)
     d, kl = proposal - old, token_kl(proposal, old)
     active = kl > bound
-    rows = old[active], d[active], kl[active], torch.full_like(kl[active], bound)
+    rows = old[active], d[active], torch.full_like(kl[active], bound)
     solution = solve_newton(*rows)
     reached = point(*rows[:2], solution.mix).kl
     assert (reached / bound - 1).abs().max() <= 1e-9
@@ -147,6 +147,6 @@ def test_a_bracket_that_starts_above_the_root_is_lowered() -> None:
     kl = token_kl(proposal, old)
     d = proposal - old
     bound = kl * (1 - 1e-10)
-    solution = solve_bracketing(old, d, kl, bound)
+    solution = solve_bracketing(old, d, bound)
     assert (solution.mix > 1 - 1e-8).all()
     assert ((point(old, d, solution.mix).kl / bound - 1).abs() <= 1e-12).all()

@@ -24,9 +24,8 @@ _TOLERANCE = 1e-14  # of log η
 _WIDEN = math.log(100.0)
 
 
-def solve_bracketing(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tensor) -> Solution:
-    """t = 1/(1+η) with KL = ``kl_bound`` [N], for rows [N, K] whose KL at η = 0, ``kl_full`` [N], exceeds it."""
-    del kl_full  # the caller's statement that the rows are active; the candidates speak for themselves
+def solve_bracketing(log_old: Tensor, d: Tensor, kl_bound: Tensor) -> Solution:
+    """t = 1/(1+η) with KL = ``kl_bound`` [N], for rows [N, K] whose KL at η = 0 exceeds it."""
     log_proposal = log_old + d
     low, high = (torch.full_like(kl_bound, end).log() for end in BRACKET)
     while bool((outside := _kl(log_old, log_proposal, high) > kl_bound).any()):

@@ -42,6 +42,6 @@ def moments(log_probs: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return centred, (probs * centred.square()).sum(-1)
 
 
-def work_dtype(x: Tensor) -> torch.dtype:
+def solver_dtype(x: Tensor) -> torch.dtype:
     """fp64, so that a projected fp32 policy is rounded once, when it is stored; fp32 where there is no fp64."""
     return x.dtype if x.device.type == "mps" else torch.float64

@@ -58,9 +58,9 @@ class _Search(NamedTuple):
         return _Search(*(x.index_copy(0, rows, y) for x, y in zip(self, part, strict=True)))
 
 
-def solve_newton(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tensor) -> Solution:
-    """t with KL(π_t ‖ π_old) = ``kl_bound`` [N], for rows [N, K] whose KL at t = 1, ``kl_full`` [N], exceeds it."""
-    search = _newton(log_old, d, kl_bound, _start(log_old, d, kl_full, kl_bound), _NEWTON_STEPS)
+def solve_newton(log_old: Tensor, d: Tensor, kl_bound: Tensor) -> Solution:
+    """t with KL(π_t ‖ π_old) = ``kl_bound`` [N], for rows [N, K] whose KL at t = 1 exceeds it."""
+    search = _newton(log_old, d, kl_bound, _start(log_old, d, kl_bound), _NEWTON_STEPS)
     rows = (~search.done).nonzero()[:, 0]
     if rows.numel() > 0:
         hard = log_old[rows], d[rows], kl_bound[rows]
@@ -72,15 +72,16 @@ def solve_newton(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tensor) 
     return Solution(torch.where(search.done, search.mix, search.low), search.iterations, search.done)
 
 
-def _start(log_old: Tensor, d: Tensor, kl_full: Tensor, kl_bound: Tensor) -> _Search:
+def _start(log_old: Tensor, d: Tensor, kl_bound: Tensor) -> _Search:
     inside = log_old > -torch.inf
     spread = d.masked_fill(~inside, -torch.inf).amax(-1) - d.masked_fill(~inside, torch.inf).amin(-1)
     low, high = (8 * kl_bound).sqrt() / spread, torch.ones_like(kl_bound)
     # First guesses from both ends of the path: KL ≈ t² KL(1) and KL ≈ t² Var_{π_old}[d] / 2; and where the KL is
     # exponential at the end, as for a token that only the proposal kept, a Newton step from there.
-    mix = torch.minimum((kl_bound / kl_full).sqrt(), (2 * kl_bound / moments(log_old, d)[1]).sqrt())
-    slope = point(log_old, d, high).variance / kl_full
-    late = 1 + _relative_step(kl_bound / kl_full, slope)
+    end = point(log_old, d, high)
+    mix = torch.minimum((kl_bound / end.kl).sqrt(), (2 * kl_bound / moments(log_old, d)[1]).sqrt())
+    slope = end.variance / end.kl
+    late = 1 + _relative_step(kl_bound / end.kl, slope)
     mix = torch.where((slope > _EXPONENTIAL_ABOVE) & (late > mix), late, mix)
     mix = torch.minimum(torch.maximum(mix, low), high)
     return _Search(mix, low, high, torch.zeros_like(inside[:, 0]), torch.zeros_like(mix, dtype=torch.int64))

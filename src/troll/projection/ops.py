@@ -14,19 +14,19 @@ from torch import Tensor
 from troll.policy import LOG_FLOOR, token_kl
 from troll.projection.bracketing import solve_bracketing
 from troll.projection.derivative import vjp
-from troll.projection.geodesic import point, work_dtype
+from troll.projection.geodesic import point, solver_dtype
 from troll.projection.newton import Solution, solve_newton
 
 SOLVERS = {"newton": solve_newton, "bracketing": solve_bracketing}
 
 
 def _path(proposal: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalised log π_old and d = log π̃ − log π_old in work precision, d finite everywhere.
+    """Normalised log π_old and d = log π̃ − log π_old in the solver's precision, d finite everywhere.
 
     A token that only the proposal excludes has log 1e-12 there, as a token that it dropped; one outside the old policy
     is outside the family and has d = 0. A row without any token is replaced by a one-hot one.
     """
-    log_old = old.to(work_dtype(old))
+    log_old = old.to(solver_dtype(old))
     empty = (log_old == -torch.inf).all(-1)
     log_old = torch.cat([torch.where(empty, 0.0, log_old[:, 0])[:, None], log_old[:, 1:]], dim=-1).log_softmax(-1)
     floored = torch.where(proposal == -torch.inf, LOG_FLOOR, proposal.to(log_old.dtype))
@@ -56,7 +56,7 @@ def project_rows(
     rows = (active & ~anchored).nonzero()[:, 0]
     if rows.numel() > 0:
         log_old, d, bound = log_old[rows], d[rows], bound[rows]
-        solution = SOLVERS[solver](log_old, d, kl_before[rows], bound)
+        solution = SOLVERS[solver](log_old, d, bound)
         t, fits = _inside_after_rounding(log_old, d, solution, bound, projected.dtype)
         stored = point(log_old, d, t).log_probs.to(projected.dtype)
         stored = torch.where(fits[:, None], stored, old[rows])
@@ -87,7 +87,7 @@ def _inside_after_rounding(
 
 @project_rows.register_fake
 def _(proposal: Tensor, old: Tensor, kl_bound: Tensor, solver: str) -> tuple[Tensor, ...]:
-    row = proposal.new_empty(proposal.shape[:1], dtype=work_dtype(proposal))
+    row = proposal.new_empty(proposal.shape[:1], dtype=solver_dtype(proposal))
     return (
         torch.empty_like(proposal, memory_format=torch.contiguous_format),
         row,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError, require_choice
+from troll.projection.geodesic import solver_dtype
 from troll.projection.ops import SOLVERS, project_rows
 
 Solver = Literal["newton", "bracketing"]
@@ -117,7 +118,7 @@ def check_kl_bound(kl_bound: float | Tensor) -> None:
 
 def _bound(kl_bound: float | Tensor, proposal: Tensor) -> Tensor:
     check_kl_bound(kl_bound)
-    bound = torch.as_tensor(kl_bound, dtype=torch.float64 if proposal.device.type != "mps" else torch.float32)
+    bound = torch.as_tensor(kl_bound, dtype=solver_dtype(proposal))
     shape = proposal.shape[:-1]
     if bound.shape not in (torch.Size(), shape):
         raise InputError(
