@@ -30,15 +30,15 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
-    Mutation("sign of the regression", "objective/troll.py", "regression_coef * pull -", "-regression_coef * pull -"),
-    Mutation("sign of the objective", "objective/troll.py", "pull - weighted *", "pull + weighted *"),
+    Mutation("sign of the regression", "objective/troll.py", "regression_coef * step.regression -", "-regression_coef * step.regression -"),
+    Mutation("sign of the objective", "objective/troll.py", "step.regression - weighted *", "step.regression + weighted *"),
     Mutation("no stop-gradient in the regression", "objective/troll.py", "log_probs.detach())", "log_probs)"),
     Mutation("regression on inactive tokens", "objective/troll.py", "torch.where(projection.active, kl, 0.0)", "kl"),
     Mutation("regression reversed", "objective/troll.py",
              "token_kl(projection.proposal, projection.log_probs.detach())",
              "token_kl(projection.log_probs.detach(), projection.proposal)"),
     Mutation("ratio of the unprojected policy", "objective/troll.py",
-             "ratios(projection.log_probs[..., 0]", "ratios(projection.proposal[..., 0]"),
+             "log_ratio = projection.log_probs[..., 0]", "log_ratio = projection.proposal[..., 0]"),
     Mutation("GSPO without stop-gradient", "objective/ratio.py", "value = log_ratio.detach()", "value = log_ratio"),
     Mutation("clip takes the maximum", "objective/baselines.py", "torch.minimum(plain", "torch.maximum(plain"),
     Mutation("sequence mean over all tokens", "objective/aggregation.py", "sums / lengths.clamp(min=1)", "sums / loss_mask.shape[-1]"),
@@ -47,7 +47,7 @@ MUTATIONS = [
     Mutation("KL as the naive sum", "policy/divergence.py",
              "return kl_terms(log_p, log_q).sum(-1)", "return (log_p.exp() * (log_p - log_q)).sum(-1)"),
     Mutation("sampled token not kept", "policy/select.py", "torch.cat([sampled[:, None], others]", "torch.cat([others[:, :1], others]"),
-    Mutation("tail's gradient dropped", "policy/gather.py", "if g_tail is not None:\n                share", "if False:\n                share"),
+    Mutation("tail's gradient dropped", "policy/gather.py", "if self.tail is not None:\n            share", "if False:\n            share"),
     Mutation("floor of 1e-6", "policy/align.py", "LOG_FLOOR = -27.631021115928547", "LOG_FLOOR = -13.815510557964274"),
     Mutation("temperature ignored", "policy/gather.py", "return z if temperature == 1.0 else z / temperature", "return z"),
     Mutation("variance term missing in (7)", "projection/derivative.py",

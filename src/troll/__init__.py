@@ -11,12 +11,13 @@ The data flows through the folders in this order: policy → projection → obje
 from troll import advantages
 from troll.errors import InputError
 from troll.objective import aggregate, clip_loss, regression, troll_loss, unconstrained_loss
-from troll.policy import PackedPolicy, SparsePolicy, restrict, sparsify, token_kl
+from troll.policy import Head, PackedPolicy, SparsePolicy, restrict, sparsify, token_kl
 from troll.projection import Projection, project
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Head",
     "InputError",
     "PackedPolicy",
     "Projection",

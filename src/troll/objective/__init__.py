@@ -1,21 +1,29 @@
 """Policies and advantages → a loss and its metrics.
 
-``troll_loss`` is the method; ``clip_loss`` and ``unconstrained_loss`` are what it is compared with.
+``troll_loss`` is the method; ``clip_loss`` and ``unconstrained_loss`` are what it is compared with. Trainers that have
+a loss of their own take its parts: ``constrain``, ``aggregate``, and ``token_stats`` with ``summarise`` for metrics.
 """
 
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.baselines import clip_loss, unconstrained_loss
-from troll.objective.metrics import Metrics
-from troll.objective.ratio import RatioLevel
-from troll.objective.troll import regression, troll_loss
+from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
+from troll.objective.ratio import RatioLevel, ratios
+from troll.objective.troll import Constrained, check_regression_coef, constrain, regression, troll_loss
 
 __all__ = [
     "Aggregation",
+    "Constrained",
     "Metrics",
     "RatioLevel",
+    "TokenStats",
     "aggregate",
+    "check_regression_coef",
     "clip_loss",
+    "constrain",
+    "ratios",
     "regression",
+    "summarise",
+    "token_stats",
     "troll_loss",
     "unconstrained_loss",
 ]

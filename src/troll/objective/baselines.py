@@ -14,7 +14,7 @@ from torch import Tensor
 from troll.errors import InputError
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
-from troll.objective.metrics import Metrics, mean, policy_metrics
+from troll.objective.metrics import Metrics, mean, summarise, token_stats
 from troll.objective.ratio import RatioLevel, ratios
 from troll.policy import OnInvalid, SparsePolicy, Tail, align
 from troll.projection import project
@@ -95,7 +95,8 @@ def _unprojected(
     with torch.no_grad():
         apart = project(*align(proposal, old, tail), kl_bound=math.inf, max_lost_mass=math.inf)
     ratio = ratios(proposal.sampled_log_probs - old.sampled_log_probs, batch.counted, level)
-    return ratio, policy_metrics(proposal, old, batch, ratio, apart)
+    metrics = summarise(token_stats(proposal, old, ratio, apart), batch.counted)
+    return ratio, {**metrics, "skipped_tokens": batch.skipped}
 
 
 def _finish(

@@ -1,15 +1,19 @@
-"""What a loss reports, as detached scalars; the same names for every loss, over the counted tokens."""
+"""What a loss reports, as detached scalars; the same names for every loss, over the counted tokens.
+
+In two steps, so that a distributed trainer can bring the tokens of all processes together in between: numbers per token
+(``token_stats``), then means, percentiles and extremes over them (``summarise``).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from troll.objective.batch import Batch
 from troll.policy import SparsePolicy, entropy, sequence_kl
 from troll.projection import Projection
 
 Metrics = dict[str, Tensor]
+TokenStats = dict[str, Tensor]
 
 
 def mean(x: Tensor, counted: Tensor) -> Tensor:
@@ -46,22 +50,70 @@ def sequence_mean(kl: Tensor, counted: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def policy_metrics(
-    proposal: SparsePolicy, old: SparsePolicy, batch: Batch, ratio: Tensor, projection: Projection
-) -> Metrics:
-    """How far the proposal is from the old policy, and how much of both the supports hold."""
-    counted = batch.counted
+def token_stats(
+    proposal: SparsePolicy,
+    old: SparsePolicy,
+    ratio: Tensor,
+    projection: Projection,
+    pull: Tensor | None = None,
+    exact_entropy: Tensor | None = None,
+) -> TokenStats:
+    """How far the proposal is from the old policy, how much of both the supports hold, and what the projection did.
+
+    Args:
+        proposal, old: the policies.
+        ratio: as it multiplies the advantage.
+        projection: of the one onto the region around the other.
+        pull: the regression; None where nothing was constrained, and nothing is said about the projection.
+        exact_entropy: of the proposal; without it, a lower bound over the kept tokens and one outcome for the rest.
+    """
+    dtype = ratio.dtype
     kept = torch.cat([proposal.log_probs, proposal.log_tail.unsqueeze(-1)], dim=-1)
-    return {
-        **spread("kl_before", projection.kl_before, counted),
-        "sequence_kl_before": sequence_mean(projection.kl_before, counted),
-        **spread("ratio", ratio, counted),
-        "ratio/min": -largest(-ratio, counted),
-        "entropy": mean(entropy(kept), counted),
-        "kept_mass/proposal": mean(proposal.kept_mass, counted),
-        "kept_mass/old": mean(old.kept_mass, counted),
-        "support_size/proposal": mean(proposal.support_size.to(ratio.dtype), counted),
-        "support_size/old": mean(old.support_size.to(ratio.dtype), counted),
-        "lost_mass": mean(projection.lost_mass, counted),
-        "skipped_tokens": batch.skipped,
+    stats = {
+        "kl_before": projection.kl_before,
+        "ratio": ratio,
+        "entropy": entropy(kept) if exact_entropy is None else exact_entropy,
+        "kept_mass/proposal": proposal.kept_mass,
+        "kept_mass/old": old.kept_mass,
+        "support_size/proposal": proposal.support_size.to(dtype),
+        "support_size/old": old.support_size.to(dtype),
+        "lost_mass": projection.lost_mass,
     }
+    if pull is not None:
+        stats |= {
+            "kl_after": projection.kl_after,
+            "regression": pull,
+            "mix": projection.mix,
+            "projected": projection.active.to(dtype),
+            "solver_steps": projection.iterations.to(dtype),
+            "unconverged": (~projection.converged).to(dtype),
+        }
+    return {name: x.detach() for name, x in stats.items()}
+
+
+_MEANS = ("entropy", "kept_mass/proposal", "kept_mass/old", "support_size/proposal", "support_size/old", "lost_mass")
+
+
+@torch.no_grad()
+def summarise(stats: TokenStats, counted: Tensor) -> Metrics:
+    """Numbers per token [B, T] → the metrics, over the counted tokens."""
+    metrics = {
+        **spread("kl_before", stats["kl_before"], counted),
+        "sequence_kl_before": sequence_mean(stats["kl_before"], counted),
+        **spread("ratio", stats["ratio"], counted),
+        "ratio/min": -largest(-stats["ratio"], counted),
+        **{name: mean(stats[name], counted) for name in _MEANS},
+    }
+    if "projected" in stats:
+        active = counted & (stats["projected"] > 0)
+        metrics |= {
+            "projected_fraction": mean(stats["projected"], counted),
+            **spread("kl_after", stats["kl_after"], counted),
+            "sequence_kl_after": sequence_mean(stats["kl_after"], counted),
+            "regression": mean(stats["regression"], counted),
+            "mix": mean(stats["mix"], counted),
+            "solver_steps/mean": mean(stats["solver_steps"], active),
+            "solver_steps/max": largest(stats["solver_steps"], active),
+            "unconverged_tokens": (counted & (stats["unconverged"] > 0)).sum(),
+        }
+    return metrics

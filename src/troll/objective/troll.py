@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from troll.errors import InputError
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
-from troll.objective.metrics import Metrics, largest, mean, policy_metrics, sequence_mean, spread
+from troll.objective.metrics import Metrics, summarise, token_stats
 from troll.objective.ratio import RatioLevel, ratios
 from troll.policy import OnInvalid, SparsePolicy, Tail, align, token_kl
 from troll.projection import MAX_LOST_MASS, Projection, Solver, check_kl_bound, check_lost_mass, project
@@ -20,6 +21,46 @@ def regression(projection: Projection) -> Tensor:
     """KL(π̃ ‖ ⌊π⌋) per token, [...]: pulls the proposal towards its projection; 0 where the bound is not active."""
     kl = token_kl(projection.proposal, projection.log_probs.detach())
     return torch.where(projection.active, kl, 0.0)
+
+
+def check_regression_coef(regression_coef: float) -> None:
+    """Refuse a coefficient that is negative or not a number."""
+    if not (math.isfinite(regression_coef) and regression_coef >= 0):
+        raise InputError(f"regression_coef={regression_coef}", "a number ≥ 0", "1, the default")
+
+
+class Constrained(NamedTuple):
+    """A proposal brought into the trust region, as far as the objective (8) needs it; all per token."""
+
+    log_ratio: Tensor
+    """[...] log π(o)/π_old(o) of the sampled tokens, π the projected policy; differentiable."""
+    regression: Tensor
+    """[...] KL(π̃ ‖ ⌊π⌋), differentiable."""
+    projection: Projection
+
+
+def constrain(
+    proposal: SparsePolicy,
+    old: SparsePolicy,
+    kl_bound: float | Tensor,
+    counted: Tensor | None = None,
+    *,
+    tail: Tail = "floor",
+    solver: Solver = "newton",
+    max_lost_mass: float = MAX_LOST_MASS,
+) -> Constrained:
+    """Align two policies over any positions [...] and project the one onto the trust region around the other.
+
+    ``counted`` are the positions over which ``max_lost_mass`` is averaged, all by default. Other arguments as for
+    ``troll_loss``.
+    """
+    aligned = align(proposal, old, tail)
+    projection = project(aligned.proposal, aligned.old, kl_bound, solver=solver, max_lost_mass=math.inf)
+    if not torch.compiler.is_compiling():
+        lost = projection.lost_mass if counted is None else projection.lost_mass[counted]
+        check_lost_mass(lost, max_lost_mass)
+    log_ratio = projection.log_probs[..., 0] - aligned.old[..., 0]
+    return Constrained(log_ratio, regression(projection), projection)
 
 
 def troll_loss(
@@ -67,41 +108,17 @@ def troll_loss(
         The loss, and metrics as detached scalars (``docs/metrics.md`` explains each).
     """
     check_kl_bound(kl_bound)
-    if not (math.isfinite(regression_coef) and regression_coef >= 0):
-        raise InputError(f"regression_coef={regression_coef}", "a number ≥ 0", "1, the default")
+    check_regression_coef(regression_coef)
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
-    aligned = align(proposal, old, tail)
-    projection = project(aligned.proposal, aligned.old, kl_bound, solver=solver, max_lost_mass=math.inf)
-    if not torch.compiler.is_compiling():
-        check_lost_mass(projection.lost_mass[batch.counted], max_lost_mass)
-
-    ratio = ratios(projection.log_probs[..., 0] - aligned.old[..., 0], batch.counted, ratio_level)
+    step = constrain(proposal, old, kl_bound, batch.counted, tail=tail, solver=solver, max_lost_mass=max_lost_mass)
+    ratio = ratios(step.log_ratio, batch.counted, ratio_level)
     weighted = ratio if batch.weights is None else ratio * batch.weights
-    pull = regression(projection)
     loss = aggregate(
-        regression_coef * pull - weighted * batch.advantages,
+        regression_coef * step.regression - weighted * batch.advantages,
         batch.counted,
         aggregation,
         max_length=max_length,
         total=total,
     )
-    return loss, {
-        **policy_metrics(proposal, old, batch, ratio, projection),
-        **_projection_metrics(projection, pull, batch.counted),
-    }
-
-
-@torch.no_grad()
-def _projection_metrics(projection: Projection, pull: Tensor, counted: Tensor) -> Metrics:
-    dtype = projection.kl_after.dtype
-    active = counted & projection.active
-    return {
-        "projected_fraction": mean(projection.active.to(dtype), counted),
-        **spread("kl_after", projection.kl_after, counted),
-        "sequence_kl_after": sequence_mean(projection.kl_after, counted),
-        "regression": mean(pull, counted),
-        "mix": mean(projection.mix, counted),
-        "solver_steps/mean": mean(projection.iterations.to(dtype), active),
-        "solver_steps/max": largest(projection.iterations.to(dtype), active),
-        "unconverged_tokens": (counted & ~projection.converged).sum(),
-    }
+    stats = token_stats(proposal, old, ratio, step.projection, step.regression)
+    return loss, {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}

@@ -1,20 +1,24 @@
-"""Logits → sparse policies, and the divergences between them.
+"""Logits or hidden states → sparse policies, and the divergences between them.
 
-``sparsify`` keeps the most probable tokens; ``restrict`` scores the tokens another policy kept; ``align`` brings two
-policies onto one support; ``pack`` and ``unpack`` store them.
+``sparsify`` keeps the most probable tokens; ``restrict`` scores the tokens another policy kept; ``Head`` does both from
+hidden states; ``align`` brings two policies onto one support; ``pack`` and ``unpack`` store them.
 """
 
 from troll.policy.align import LOG_FLOOR, Aligned, Tail, align
 from troll.policy.divergence import entropy, kl_terms, sequence_kl, token_kl, total_variation
+from troll.policy.head import Head, Scored
 from troll.policy.packed import PackedPolicy
+from troll.policy.positions import OnInvalid
 from troll.policy.sparse import SparsePolicy
-from troll.policy.sparsify import OnInvalid, restrict, sparsify
+from troll.policy.sparsify import restrict, sparsify
 
 __all__ = [
     "LOG_FLOOR",
     "Aligned",
+    "Head",
     "OnInvalid",
     "PackedPolicy",
+    "Scored",
     "SparsePolicy",
     "Tail",
     "align",

@@ -7,6 +7,7 @@ With upstream gradients g_k and g_τ, p = softmax(z), τ the mass of the tail, a
     ∂/∂z_k = g_k − p_k Γ  (k ∈ S),     ∂/∂z_j = p_j (g_τ / τ − Γ)  (j ∉ S)
 
 so the backward needs L and the logits that are there already. Rows are worked off in chunks, in fp32 (fp64 for fp64).
+``at_tokens`` and ``SupportGradient`` are the two directions for one chunk; ``troll.policy.head`` uses them too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _CHUNK_ELEMENTS = 1 << 20  # on a CPU: a few megabytes, so that temporaries stay
 _CHUNKS_AT_ONCE = 64  # elsewhere: few launches
 
 
-def row_chunks(logits: Tensor) -> Iterator[slice]:
+def row_chunks(logits: Tensor, at_once: int = _CHUNKS_AT_ONCE) -> Iterator[slice]:
     """Slices of rows, to be worked off one after another: nothing of the size of the logits is made twice."""
-    elements = _CHUNK_ELEMENTS * (1 if logits.device.type == "cpu" else _CHUNKS_AT_ONCE)
+    elements = _CHUNK_ELEMENTS * (1 if logits.device.type == "cpu" else at_once)
     rows = max(1, elements // max(1, logits.shape[-1]))
     for start in range(0, logits.shape[0], rows):
         yield slice(start, start + rows)
@@ -51,19 +52,49 @@ def _hidden(token_ids: Tensor) -> Tensor:
     return torch.where(token_ids >= 0, token_ids, token_ids[:, :1]).clamp(min=0)
 
 
+def at_tokens(log_p: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of log-probabilities [N, V]: those at ``token_ids`` [N, K] (−1: −inf), and the log of the mass outside them."""
+    used = token_ids >= 0
+    log_probs = log_p.gather(-1, token_ids.clamp(min=0)).masked_fill(~used, -torch.inf)
+    log_tail = log_p.scatter(-1, _hidden(token_ids), -torch.inf).logsumexp(-1)
+    return log_probs, torch.where(used[:, 0], log_tail, 0.0)
+
+
+class SupportGradient:
+    """The gradients that arrive at a support, made ready to be spread over the rows of the logits."""
+
+    def __init__(self, token_ids: Tensor, log_tail: Tensor, g_log_probs: Tensor | None, g_tail: Tensor | None) -> None:
+        self.token_ids = token_ids
+        self.used = token_ids >= 0
+        kept = log_tail.new_zeros(token_ids.shape) if g_log_probs is None else g_log_probs
+        self.kept = torch.where(self.used, kept, 0.0)
+        self.total = self.kept.sum(-1, keepdim=True)
+        self.tail: Tensor | None = None
+        if g_tail is not None:
+            empty = log_tail == -torch.inf  # no gradient from an empty tail, and no −inf − −inf at excluded tokens
+            self.tail, self.log_tail = g_tail.masked_fill(empty, 0.0)[:, None], log_tail.masked_fill(empty, 0.0)
+            self.total = self.total + self.tail
+
+    def over(self, rows: slice, log_p: Tensor) -> Tensor:
+        """∂/∂z for these rows, [rows, V], from their log-probabilities; anything goes where a row has no support."""
+        ids = self.token_ids[rows]
+        g = (-log_p.exp() * self.total[rows]).scatter_add_(-1, ids.clamp(min=0), self.kept[rows])
+        if self.tail is not None:
+            share = (log_p - self.log_tail[rows, None]).clamp(max=0.0).exp()  # p_j / τ ≤ 1 outside S
+            g += share.scatter_(-1, _hidden(ids), 0.0) * self.tail[rows]
+        return g
+
+
 class _LogProbsAt(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, token_ids: Tensor, log_norm: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        used = token_ids >= 0
         log_probs = torch.empty(token_ids.shape, dtype=work_dtype(logits), device=logits.device)
         log_tail = torch.empty(token_ids.shape[:1], dtype=work_dtype(logits), device=logits.device)
         for rows in row_chunks(logits):
-            z = normalised(scaled(logits[rows], temperature), log_norm[rows])
-            log_probs[rows] = z.gather(-1, token_ids[rows].clamp(min=0)).masked_fill(~used[rows], -torch.inf)
-            log_tail[rows] = z.scatter(-1, _hidden(token_ids[rows]), -torch.inf).logsumexp(-1)
-        log_tail = torch.where(used[:, 0], log_tail, 0.0)
+            log_p = normalised(scaled(logits[rows], temperature), log_norm[rows])
+            log_probs[rows], log_tail[rows] = at_tokens(log_p, token_ids[rows])
         ctx.save_for_backward(logits, token_ids, log_norm, log_tail)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -73,22 +104,12 @@ class _LogProbsAt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_log_probs: Tensor | None, g_tail: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         logits, token_ids, log_norm, log_tail = ctx.saved_tensors
-        used = token_ids >= 0
-        g_kept = log_norm.new_zeros(token_ids.shape) if g_log_probs is None else g_log_probs
-        g_kept = torch.where(used, g_kept, 0.0)
-        total = g_kept.sum(-1, keepdim=True)
-        if g_tail is not None:
-            empty = log_tail == -torch.inf  # no gradient from an empty tail, and no −inf − −inf at excluded tokens
-            g_tail, log_tail = g_tail.masked_fill(empty, 0.0)[:, None], log_tail.masked_fill(empty, 0.0)
-            total = total + g_tail
+        gradient = SupportGradient(token_ids, log_tail, g_log_probs, g_tail)
         grad = torch.empty_like(logits)
         for rows in row_chunks(logits):
             log_p = normalised(scaled(logits[rows], ctx.temperature), log_norm[rows])
-            g = (-log_p.exp() * total[rows]).scatter_add_(-1, token_ids[rows].clamp(min=0), g_kept[rows])
-            if g_tail is not None:
-                share = (log_p - log_tail[rows, None]).clamp(max=0.0).exp()  # p_j / τ ≤ 1 outside S
-                g += share.scatter_(-1, _hidden(token_ids[rows]), 0.0) * g_tail[rows]
-            grad[rows] = torch.where(used[rows, :1], g / ctx.temperature, 0.0).to(grad.dtype)
+            g = gradient.over(rows, log_p) / ctx.temperature
+            grad[rows] = torch.where(gradient.used[rows, :1], g, 0.0).to(grad.dtype)
         return grad, None, None, None
 
 

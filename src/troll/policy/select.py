@@ -26,6 +26,11 @@ def log_norms(logits: Tensor, temperature: float) -> Tensor:
     return norms
 
 
+def undefined(log_norm: Tensor, sampled_logit: Tensor) -> Tensor:
+    """Rows whose logits define no distribution, or none in which the sampled token can occur, [N, 2], [N] → [N]."""
+    return ~(log_norm[:, 1].isfinite() & (sampled_logit > -torch.inf))
+
+
 def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and ids of the k largest entries of each row, in descending order, ties by ascending id."""
     if z.dtype != torch.float32:

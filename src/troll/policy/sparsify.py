@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from troll.errors import InputError, require_choice
+from troll.errors import InputError
 from troll.policy.gather import log_probs_at, scaled
-from troll.policy.select import log_norms, select
-from troll.policy.sparse import SparsePolicy, check_temperature
-
-OnInvalid = Literal["raise", "mask"]
+from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
+from troll.policy.select import log_norms, select, undefined
+from troll.policy.sparse import SparsePolicy
 
 
 def sparsify(
@@ -43,10 +39,7 @@ def sparsify(
             ``"raise"``, or ``"mask"`` those positions (``valid`` is False there; the losses count them). Inside
             ``torch.compile``, where nothing can be raised, they are masked.
     """
-    if max_support < 1:
-        raise InputError(f"max_support={max_support}", "at least 1 token", "64, the default")
-    if not 0 <= tail_mass < 1:
-        raise InputError(f"tail_mass={tail_mass}", "0 ≤ tail_mass < 1", "1e-5, the default")
+    check_support(max_support, tail_mass)
     flat = _Rows(logits, sampled, temperature, loss_mask, on_invalid)
     with torch.no_grad():
         log_norm = log_norms(flat.logits, temperature)
@@ -64,12 +57,7 @@ def restrict(
     Arguments as for ``sparsify``; positions that ``old`` masks out stay masked out.
     """
     flat = _Rows(logits, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
-    if old.vocab_size != flat.logits.shape[-1]:
-        raise InputError(
-            f"logits over {flat.logits.shape[-1]} tokens and an old policy over {old.vocab_size}",
-            "the same vocabulary",
-            "scoring both with the same model (and the same padding of its embedding)",
-        )
+    check_vocabulary(flat.logits.shape[-1], old.vocab_size)
     with torch.no_grad():
         log_norm = log_norms(flat.logits, old.temperature)
         ids = flat.drop_uncounted(old.token_ids.reshape(-1, old.token_ids.shape[-1]), log_norm)
@@ -78,7 +66,7 @@ def restrict(
     return flat.policy(ids, log_norm)
 
 
-class _Rows:
+class _Rows(Positions):
     """Checked inputs, flattened to rows."""
 
     def __init__(
@@ -98,35 +86,8 @@ class _Rows:
                 "[..., V] and [...]",
                 "logits that predict the sampled tokens: logits[:, :-1] and input_ids[:, 1:]",
             )
-        if sampled.is_floating_point() or sampled.is_complex() or sampled.dtype == torch.bool:
-            raise InputError(f"sampled of {sampled.dtype}", "integers", "the sampled token ids: sampled.long()")
-        if loss_mask is not None and loss_mask.shape != sampled.shape:
-            raise InputError(
-                f"loss_mask {list(loss_mask.shape)} for positions {list(sampled.shape)}",
-                "one entry per position",
-                "the mask of the completion tokens, aligned with the sampled tokens",
-            )
-        require_choice("on_invalid", on_invalid, ("raise", "mask"))
-        check_temperature(temperature)
-        self.shape = sampled.shape
+        super().__init__(logits.shape[-1], sampled, temperature, loss_mask, on_invalid, skip)
         self.logits = logits.reshape(-1, logits.shape[-1]) if sampled.dim() != 1 else logits
-        counted = torch.ones_like(sampled, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
-        self.counted = (counted if skip is None else counted & ~skip).reshape(-1)
-        # Under the mask any id goes, also a padding id of -100.
-        self.sampled = torch.where(self.counted, sampled.reshape(-1), 0).long()
-        self.temperature = temperature
-        self.on_invalid = on_invalid
-        if not torch.compiler.is_compiling():
-            self._check_ids()
-
-    def _check_ids(self) -> None:
-        bad = (self.sampled < 0) | (self.sampled >= self.logits.shape[-1])
-        if bool(bad.any()):
-            raise InputError(
-                f"sampled token {int(self.sampled[bad][0])} at position {self._name(bad)}",
-                f"ids from 0 to {self.logits.shape[-1] - 1}",
-                "the tokenizer of this model; padding positions belong under loss_mask",
-            )
 
     def at(self, ids: Tensor) -> Tensor:
         """The scaled logits of these tokens, [N, K]."""
@@ -134,26 +95,8 @@ class _Rows:
 
     def drop_uncounted(self, ids: Tensor, log_norm: Tensor) -> Tensor:
         """Empty the support where the mask says so, and where the logits define no distribution."""
-        chance = self.at(self.sampled[:, None])[:, 0]
-        bad = self.counted & ~(log_norm[:, 1].isfinite() & (chance > -torch.inf))
-        if self.on_invalid == "raise" and not torch.compiler.is_compiling() and bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            if math.isfinite(float(log_norm[row, 1])):
-                raise InputError(
-                    f"sampled token {int(self.sampled[row])} with logit −inf at position {self._name(bad)}",
-                    "a sampled token that can be sampled",
-                    "scoring without top-k, top-p or min-p truncation, and sampled ids aligned with the logits",
-                )
-            z = scaled(self.logits[row], self.temperature)
-            culprit = (~(z < torch.inf)).nonzero().flatten().tolist()
-            what = "only −inf logits"
-            if culprit:
-                what = f"logit {float(z[culprit[0]])} of token {culprit[0]}"
-            raise InputError(
-                f"{what} at position {self._name(bad)} ({int(bad.sum())} such positions)",
-                "finite logits, or −inf for tokens that are excluded",
-                "on_invalid='mask' to leave such positions out and count them, or a smaller learning rate",
-            )
+        bad = self.counted & undefined(log_norm, self.at(self.sampled[:, None])[:, 0])
+        self.refuse(bad, lambda row: scaled(self.logits[row], self.temperature))
         return torch.where((self.counted & ~bad)[:, None], ids, -1)
 
     def policy(self, ids: Tensor, log_norm: Tensor) -> SparsePolicy:
@@ -163,9 +106,6 @@ class _Rows:
             ids.reshape(*self.shape, ids.shape[-1]),
             log_probs.reshape(*self.shape, ids.shape[-1]),
             log_tail.reshape(self.shape),
-            vocab_size=self.logits.shape[-1],
+            vocab_size=self.vocab_size,
             temperature=self.temperature,
         )
-
-    def _name(self, bad: Tensor) -> list[int]:
-        return list(bad.reshape(self.shape).nonzero()[0].tolist())

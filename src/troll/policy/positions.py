@@ -1,0 +1,99 @@
+"""Which positions are scored, and what was sampled there: checked arguments of ``sparsify``, ``restrict``, ``Head``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError, require_choice
+from troll.policy.sparse import check_temperature
+
+OnInvalid = Literal["raise", "mask"]
+
+
+def check_support(max_support: int, tail_mass: float) -> None:
+    """Refuse a support that no policy can have."""
+    if max_support < 1:
+        raise InputError(f"max_support={max_support}", "at least 1 token", "64, the default")
+    if not 0 <= tail_mass < 1:
+        raise InputError(f"tail_mass={tail_mass}", "0 ≤ tail_mass < 1", "1e-5, the default")
+
+
+def check_vocabulary(given: int, old: int) -> None:
+    """Refuse logits over another vocabulary than the old policy's."""
+    if given != old:
+        raise InputError(
+            f"logits over {given} tokens and an old policy over {old}",
+            "the same vocabulary",
+            "scoring both with the same model (and the same padding of its embedding)",
+        )
+
+
+class Positions:
+    """Positions flattened to rows: which count, and what was sampled there."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        sampled: Tensor,
+        temperature: float,
+        loss_mask: Tensor | None,
+        on_invalid: OnInvalid,
+        skip: Tensor | None = None,
+    ) -> None:
+        if sampled.is_floating_point() or sampled.is_complex() or sampled.dtype == torch.bool:
+            raise InputError(f"sampled of {sampled.dtype}", "integers", "the sampled token ids: sampled.long()")
+        if loss_mask is not None and loss_mask.shape != sampled.shape:
+            raise InputError(
+                f"loss_mask {list(loss_mask.shape)} for positions {list(sampled.shape)}",
+                "one entry per position",
+                "the mask of the completion tokens, aligned with the sampled tokens",
+            )
+        require_choice("on_invalid", on_invalid, ("raise", "mask"))
+        check_temperature(temperature)
+        self.shape = sampled.shape
+        self.vocab_size = vocab_size
+        counted = torch.ones_like(sampled, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
+        self.counted = (counted if skip is None else counted & ~skip).reshape(-1)
+        # Under the mask any id goes, also a padding id of -100.
+        self.sampled = torch.where(self.counted, sampled.reshape(-1), 0).long()
+        self.temperature = temperature
+        self.on_invalid = on_invalid
+        if not torch.compiler.is_compiling():
+            self._check_ids()
+
+    def _check_ids(self) -> None:
+        bad = (self.sampled < 0) | (self.sampled >= self.vocab_size)
+        if bool(bad.any()):
+            raise InputError(
+                f"sampled token {int(self.sampled[bad][0])} at position {self._name(bad)}",
+                f"ids from 0 to {self.vocab_size - 1}",
+                "the tokenizer of this model; padding positions belong under loss_mask",
+            )
+
+    def refuse(self, bad: Tensor, scaled_logits: Callable[[int], Tensor]) -> None:
+        """Raise if any row is ``bad``: its logits define no distribution, or none with the sampled token."""
+        if self.on_invalid != "raise" or torch.compiler.is_compiling() or not bool(bad.any()):
+            return
+        row = int(bad.nonzero()[0])
+        z = scaled_logits(row)
+        culprit = (~(z < torch.inf)).nonzero().flatten().tolist()
+        if not culprit and math.isfinite(float(z.max())):
+            raise InputError(
+                f"sampled token {int(self.sampled[row])} with logit −inf at position {self._name(bad)}",
+                "a sampled token that can be sampled",
+                "scoring without top-k, top-p or min-p truncation, and sampled ids aligned with the logits",
+            )
+        what = f"logit {float(z[culprit[0]])} of token {culprit[0]}" if culprit else "only −inf logits"
+        raise InputError(
+            f"{what} at position {self._name(bad)} ({int(bad.sum())} such positions)",
+            "finite logits, or −inf for tokens that are excluded",
+            "on_invalid='mask' to leave such positions out and count them, or a smaller learning rate",
+        )
+
+    def _name(self, bad: Tensor) -> list[int]:
+        return list(bad.reshape(self.shape).nonzero()[0].tolist())
