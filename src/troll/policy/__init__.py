@@ -8,7 +8,7 @@ from troll.policy.align import LOG_FLOOR, Aligned, Tail, align
 from troll.policy.divergence import entropy, kl_terms, sequence_kl, token_kl, total_variation
 from troll.policy.head import Head, Scored
 from troll.policy.packed import PackedPolicy
-from troll.policy.positions import OnInvalid
+from troll.policy.positions import OnInvalid, check_support
 from troll.policy.sparse import SparsePolicy
 from troll.policy.sparsify import restrict, sparsify
 
@@ -22,6 +22,7 @@ __all__ = [
     "SparsePolicy",
     "Tail",
     "align",
+    "check_support",
     "entropy",
     "kl_terms",
     "restrict",

@@ -6,6 +6,7 @@ Bytes per position with n kept tokens: 3 n for the ids (24 bits hold every vocab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,32 @@ class PackedPolicy:
         log_probs = torch.full(used.shape, -torch.inf, dtype=self.log_probs.dtype, device=used.device)
         log_probs[used] = self.log_probs
         return SparsePolicy(ids, log_probs, self.log_tail, self.vocab_size, temperature=self.temperature)
+
+    def sequences(self) -> list[PackedPolicy]:
+        """A policy over [B, ...] as B policies over [...], which share its memory."""
+        sizes = self.counts.reshape(len(self.counts), -1).sum(-1, dtype=torch.int64).tolist()
+        ids, log_probs = torch.split(self.token_ids, sizes), torch.split(self.log_probs, sizes)
+        parts = zip(self.counts, ids, log_probs, self.log_tail, strict=True)
+        return [PackedPolicy(*part, self.slots, self.vocab_size, self.temperature) for part in parts]
+
+    @classmethod
+    def stack(cls, policies: Sequence[PackedPolicy]) -> PackedPolicy:
+        """Policies over [...] as one over [B, ...], padded to the widest support that occurs."""
+        first = policies[0]
+        if any((p.vocab_size, p.temperature) != (first.vocab_size, first.temperature) for p in policies):
+            raise InputError(
+                "policies over different vocabularies or at different temperatures", "one of each", "one rollout"
+            )
+        counts = torch.stack([p.counts for p in policies])
+        return cls(
+            counts=counts,
+            token_ids=torch.cat([p.token_ids for p in policies]),
+            log_probs=torch.cat([p.log_probs for p in policies]),
+            log_tail=torch.stack([p.log_tail for p in policies]),
+            slots=max(1, int(counts.max())) if counts.numel() else 1,
+            vocab_size=first.vocab_size,
+            temperature=first.temperature,
+        )
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,58 @@
+"""TRL's rewards → advantages by the estimators of ``troll.advantages``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from troll import advantages
+from troll.errors import InputError
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+
+
+def check_rewards(rewards_per_func: Tensor, names: list[str]) -> None:
+    """Refuse an infinite reward: it would make every advantage of its group 0 or NaN, and TRL goes on with 0."""
+    infinite = rewards_per_func.isinf()
+    if bool(infinite.any()):
+        sample, func = infinite.nonzero()[0].tolist()
+        raise InputError(
+            f"reward {float(rewards_per_func[sample, func])} from {names[func]!r} for completion {sample}",
+            "finite rewards, or None for a completion that cannot be scored",
+            "looking at that completion with log_completions=True",
+        )
+
+
+def estimate(estimator: Estimator, rewards: Tensor, group_size: int, loss_mask: Tensor) -> Tensor:
+    """Advantages of all samples of a rollout, [B] or [B, T].
+
+    Args:
+        estimator: any but ``"grpo"``, which is left to TRL.
+        rewards: [B], NaN where no reward function could score the sample: its advantage is 0 and it is in no baseline.
+        group_size: consecutive samples of one prompt.
+        loss_mask: [B, T].
+    """
+    scored = ~rewards.isnan()
+    if estimator == "reinforce_pp":
+        usable = scored & loss_mask.any(-1)
+        last = loss_mask.shape[1] - 1 - loss_mask.int().flip(1).argmax(-1)  # the last token that counts
+        token_rewards = torch.zeros_like(loss_mask, dtype=rewards.dtype)
+        token_rewards[usable, last[usable]] = rewards[usable]
+        result = torch.zeros_like(token_rewards)
+        if int(loss_mask[usable].sum()) > 1:
+            result[usable] = advantages.reinforce_pp(token_rewards[usable], loss_mask[usable])
+        return result
+    group = torch.arange(len(rewards), device=rewards.device) // group_size
+    usable = scored & (torch.bincount(group[scored], minlength=len(rewards))[group] > 1)
+    if estimator == "reinforce_pp_baseline":
+        result = torch.zeros_like(loss_mask, dtype=rewards.dtype)
+        if int(loss_mask[usable].sum()) > 1:
+            result[usable] = advantages.reinforce_pp_baseline(rewards[usable], group[usable], loss_mask[usable])
+        return result
+    per_sample = {"dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo}[estimator]
+    result = torch.zeros_like(rewards)
+    if bool(usable.any()):
+        result[usable] = per_sample(rewards[usable], group[usable])
+    return result

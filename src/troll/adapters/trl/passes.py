@@ -1,0 +1,124 @@
+"""The two passes over a batch: ``RecordOld`` when a rollout is scored, ``Constrain`` when an update is made on it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from troll.adapters.trl.config import TROLLConfig
+from troll.adapters.trl.scoring import Forward, Scores
+from troll.objective import TokenStats, constrain, ratios, token_stats
+from troll.policy import PackedPolicy, SparsePolicy
+
+
+class RecordOld:
+    """Scores a rollout as TRL does, and keeps the sparse old policy."""
+
+    def __init__(self, model: Any, args: TROLLConfig) -> None:
+        self.model, self.args = model, args
+        self.policies: list[PackedPolicy] = []
+        self.log_probs: Tensor | None = None
+
+    def wants(self, model: Any) -> bool:
+        """The first pass of the policy: with a LoRA adapter, that of the reference is made by the same model."""
+        return model is self.model and self.log_probs is None
+
+    def score(self, forward: Forward) -> Scores:
+        """Log-probabilities of the full softmax."""
+        policy, entropy = forward.head.sparsify(
+            forward.hidden,
+            forward.sampled,
+            self.args.max_support,
+            self.args.tail_mass,
+            temperature=forward.temperature,
+        )
+        self.policies += _on_grid(policy, forward.labelled).pack().sequences()
+        return Scores(policy.sampled_log_probs, entropy)
+
+    def finish(self, log_probs: Tensor) -> None:
+        """Remember whose policies these are."""
+        self.log_probs = log_probs
+
+    def of(self, old_log_probs: Tensor) -> list[PackedPolicy]:
+        """The recorded policies, one per sequence; they must be the ones these log-probabilities come from."""
+        if self.log_probs is not old_log_probs:
+            raise RuntimeError("the old log-probabilities TRL uses are not those of the first pass of its policy")
+        return self.policies
+
+
+class Constrain:
+    """Scores the policy as it is now, brought into the trust region around the old one.
+
+    TRL takes the ratio to ``old_log_probs``, the full softmax of the old policy. What it is given makes that the ratio
+    of the projected policy. With another ``trust_region`` than ``"troll"``, TRL's own loss is only measured.
+    """
+
+    def __init__(
+        self, policies: list[PackedPolicy], old_log_probs: Tensor, loss_mask: Tensor, args: TROLLConfig
+    ) -> None:
+        self.old = PackedPolicy.stack(policies).unpack()
+        self.old_log_probs, self.loss_mask, self.args = old_log_probs, loss_mask.bool(), args
+        self.regression: Tensor | None = None
+        """[B, T], differentiable."""
+        self.stats: TokenStats = {}
+        """[B, T] each."""
+
+    def wants(self, model: Any) -> bool:
+        """Every forward of an update."""
+        return True
+
+    def score(self, forward: Forward) -> Scores:
+        """Log-probabilities of the projected policy; those of the old policy where a token does not count."""
+        if forward.sequences != slice(0, len(self.loss_mask)):
+            raise RuntimeError(f"TRL scores sequences {forward.sequences} of an update of {len(self.loss_mask)}")
+        labelled = forward.labelled
+        counted = self.loss_mask[labelled]
+        old, old_log_probs = self.old[labelled], self.old_log_probs[labelled]
+        args, hidden = self.args, forward.hidden
+        if args.tail == "bucket":
+            proposal, entropy = forward.head.restrict(hidden, old, loss_mask=counted)
+        else:
+            proposal, entropy = forward.head.sparsify(
+                hidden,
+                forward.sampled,
+                args.max_support,
+                args.tail_mass,
+                temperature=forward.temperature,
+                loss_mask=counted,
+            )
+        projects = args.trust_region == "troll"
+        step = constrain(proposal, old, args.kl_bound if projects else math.inf, counted, tail=args.tail)
+        log_probs = old_log_probs + step.log_ratio
+        if not projects:
+            log_probs = torch.where(counted, proposal.sampled_log_probs, old_log_probs)
+        self.counted = labelled & self.loss_mask
+        log_ratio = forward.on_grid((log_probs - old_log_probs).detach())
+        ratio = ratios(log_ratio, self.counted, args.importance_sampling_level)[labelled]
+        pull = step.regression if projects else None
+        stats = token_stats(proposal, old, ratio, step.projection, pull, entropy)
+        self.stats = {name: forward.on_grid(x) for name, x in stats.items()}
+        self.regression = None if pull is None else forward.on_grid(pull)
+        return Scores(log_probs, entropy)
+
+    def finish(self, log_probs: Tensor) -> None:
+        """Nothing is left to do."""
+
+
+def _on_grid(policy: SparsePolicy, labelled: Tensor) -> SparsePolicy:
+    """A policy over [N] → one over [B, T], masked out where there is no label."""
+    at = labelled.flatten().nonzero()[:, 0]
+    n, K = labelled.numel(), policy.token_ids.shape[-1]
+    ids = policy.token_ids.new_full((n, K), -1).index_copy(0, at, policy.token_ids)
+    log_probs = policy.log_probs.new_full((n, K), -math.inf).index_copy(0, at, policy.log_probs)
+    log_tail = policy.log_tail.new_zeros(n).index_copy(0, at, policy.log_tail)
+    shape = labelled.shape
+    return SparsePolicy(
+        ids.reshape(*shape, K),
+        log_probs.reshape(*shape, K),
+        log_tail.reshape(shape),
+        policy.vocab_size,
+        temperature=policy.temperature,
+    )

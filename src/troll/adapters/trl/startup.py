@@ -1,0 +1,65 @@
+"""What is checked and said once, before training: mistakes that would otherwise cost a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from troll.adapters.trl.config import TROLLConfig
+from troll.errors import InputError
+
+logger = get_logger(__name__)
+
+
+def check_args(args: Any) -> None:
+    """Refuse a configuration without a trust region."""
+    if not isinstance(args, TROLLConfig):
+        raise InputError(
+            f"args of type {type(args).__name__}", "a TROLLConfig", "TROLLConfig(...) in place of GRPOConfig(...)"
+        )
+
+
+def check_dataset(trainer: Any) -> None:
+    """Refuse a data set smaller than a rollout: TRL drops incomplete ones, and would train not a single step."""
+    prompts = trainer.args.generation_batch_size // trainer.num_generations
+    data = trainer.train_dataset
+    if hasattr(data, "__len__") and len(data) < prompts:
+        raise InputError(
+            f"a train_dataset of {len(data)} prompts",
+            f"at least {prompts}, which is one rollout: generation_batch_size={trainer.args.generation_batch_size} "
+            f"completions, num_generations={trainer.num_generations} each",
+            "more prompts, a smaller per_device_train_batch_size, or fewer updates_per_generation",
+        )
+
+
+def check_dropout(model: torch.nn.Module, args: TROLLConfig) -> None:
+    """Refuse a model with dropout: scored twice, it would differ from itself, and the bound would act on noise."""
+    if args.trust_region != "troll":
+        return
+    for name, module in model.named_modules():
+        names = ("p",) if isinstance(module, torch.nn.Dropout) else ("attention_dropout", "dropout")
+        for key in names:
+            value = getattr(module, key, 0.0)
+            if isinstance(value, float) and value > 0:
+                raise InputError(
+                    f"a model with dropout ({name}.{key}={value})",
+                    "none: a rollout is scored twice, and KL > 0 before the first update would be noise",
+                    "disable_dropout=True, the default, and attention_dropout=0.0 in the model's configuration",
+                )
+
+
+def say_what_acts(args: TROLLConfig) -> None:
+    """Warn about settings without effect."""
+    if args.trust_region != "none" and not args.trust_region_can_act:
+        logger.warning(
+            f"No trust region acts on this schedule: the {args.steps_per_rollout} forward passes on a rollout make one "
+            f"update (gradient_accumulation_steps={args.gradient_accumulation_steps}), by the policy that generated "
+            f"it. trust_region={args.trust_region!r} changes nothing. Set updates_per_generation=8."
+        )
+    if args.trust_region == "troll" and (args.epsilon != 0.2 or args.epsilon_high is not None):
+        logger.warning(
+            f"epsilon={args.epsilon} and epsilon_high={args.epsilon_high} have no effect with trust_region='troll': "
+            f"the radius of the trust region is kl_bound={args.kl_bound}."
+        )

@@ -1,0 +1,236 @@
+"""``TROLLTrainer``: TRL's ``GRPOTrainer`` with a trust region in place of the clip."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+from troll.adapters.trl import rollout, startup
+from troll.adapters.trl.config import TROLLConfig
+from troll.adapters.trl.estimators import check_rewards, estimate
+from troll.adapters.trl.passes import Constrain, RecordOld
+from troll.adapters.trl.scoring import Pass, Scorer
+from troll.objective import Aggregation, aggregate, summarise
+
+logger = get_logger(__name__)
+
+
+class TROLLTrainer(GRPOTrainer):
+    """Train as with ``GRPOTrainer``, and keep every token's distribution within ``kl_bound`` of the rollout's.
+
+    Takes what ``GRPOTrainer`` takes, with ``args`` a ``TROLLConfig``; does what it does, with the same methods,
+    callbacks and checkpoints.
+
+    >>> from troll.adapters.trl import TROLLConfig, TROLLTrainer                            # doctest: +SKIP
+    >>> trainer = TROLLTrainer(
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     reward_funcs=accuracy_reward,
+    ...     args=TROLLConfig("out", kl_bound=0.05),
+    ...     train_dataset=dataset,
+    ... )
+    >>> trainer.train()
+    """
+
+    _tag_names = ["trl", "troll"]  # noqa: RUF012, as in TRL
+    _name = "TROLL"
+    _paper = {  # noqa: RUF012, as in TRL
+        "title": "TROLL: Trust Regions improve Reinforcement Learning for Large Language Models",
+        "id": "2510.03817",
+        "citation": textwrap.dedent("""\
+            @article{becker2025troll,
+                title        = {{TROLL: Trust Regions improve Reinforcement Learning for Large Language Models}},
+                author       = {P. Becker and N. Freymuth and S. Thilges and F. Otto and G. Neumann},
+                year         = 2025,
+                eprint       = {arXiv:2510.03817},
+            }"""),
+    }
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: TROLLConfig | None = None, *rest: Any, **named: Any
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = TROLLConfig(f"{name.split('/')[-1]}-TROLL")
+        startup.check_args(args)
+        self._pass: Pass | None = None
+        self._rewards: Tensor | None = None
+        super().__init__(model, reward_funcs, args, *rest, **named)
+        if args.trust_region != "clip":
+            self.epsilon_low = self.epsilon_high = math.inf  # TRL's clip becomes the identity
+        startup.check_dataset(self)
+        startup.check_dropout(self.model, args)
+        startup.say_what_acts(args)
+
+    # ------------------------------------------------------------------ the four wrapped methods of TRL
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        record = RecordOld(self.model, self.args)
+        with self._scored_by(record if self._needs_old_policy else None):
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self._needs_old_policy:
+            output[rollout.OLD_POLICY] = record.of(output["old_per_token_logps"])
+        if self.args.advantage_estimator != "grpo":
+            output["advantages"] = self._advantages(_loss_mask(output))
+        return output
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *rest: Any, **named: Any
+    ) -> Any:
+        scoring = self._pass if self._pass is not None and self._pass.wants(model) else None
+        if scoring is not None:
+            model = Scorer(model, scoring, logits_to_keep)
+        result = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *rest, **named
+        )
+        if scoring is not None:
+            scoring.finish(result[0])
+        return result
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        old = inputs.get(rollout.OLD_POLICY)
+        if old is None:
+            loss: Tensor = super()._compute_loss(model, inputs)
+        else:
+            mask = _loss_mask(inputs)
+            step = Constrain(old, inputs["old_per_token_logps"], mask, self.args)
+            with self._scored_by(step):
+                loss = super()._compute_loss(model, inputs)
+            if step.regression is not None:
+                loss = loss + self.args.regression_coef * self._aggregate(step.regression, mask, inputs)
+            self._report(step)
+        if self.args.trust_region != "clip":  # always zero without a clip
+            for name in [name for name in self._metrics[self._mode] if name.startswith("clip_ratio/")]:
+                del self._metrics[self._mode][name]
+        return loss
+
+    def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*args, **named)
+        check_rewards(rewards, self.reward_func_names)
+        self._rewards = rewards
+        return rewards
+
+    # ------------------------------------------------------------------ what they need
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _needs_old_policy(self) -> bool:
+        """Whether TRL scores rollouts on this schedule, and the old policy is used."""
+        scores = self.args.trust_region_can_act or (self.use_vllm and self.vllm_importance_sampling_correction)
+        return bool(scores and (self.args.trust_region == "troll" or self.args.measure_kl))
+
+    @contextmanager
+    def _scored_by(self, scoring: Pass | None) -> Iterator[None]:
+        self._pass = scoring
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _aggregate(self, values: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Values per token → their part of the loss, weighed as TRL weighs its own."""
+        training = self.model.training
+        accumulation = self.current_gradient_accumulation_steps if training else 1
+        if self.loss_type == "dapo":  # the tokens of the whole rollout, shared out among processes and updates
+            total = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            if training:
+                total = total * accumulation / self.args.steps_per_generation
+            return aggregate(values, mask, "token_mean", total=total)
+        if self.loss_type == "bnpo":
+            return aggregate(values, mask, "token_mean") / accumulation
+        rules: dict[str, Aggregation] = {"grpo": "sequence_mean", "dr_grpo": "constant", "luspo": "sequence_sum"}
+        longest = self.max_completion_length if self.loss_type == "dr_grpo" else None
+        return aggregate(values, mask, rules[self.loss_type], max_length=longest, total=len(values)) / accumulation
+
+    def _advantages(self, loss_mask: Tensor) -> Tensor:
+        """Advantages of this process's samples, from the rewards of all."""
+        rewards, weights = self._rewards, self.reward_weights
+        assert rewards is not None
+        unscorable = rewards.isnan().all(1)
+        summed = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(unscorable, math.nan)
+        masks = self._gather(loss_mask)
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        advantages = estimate(self.args.advantage_estimator, summed, size, masks)
+        shown = advantages if advantages.dim() == 1 else advantages.gather(1, masks.int().argmax(1, keepdim=True))[:, 0]
+        for _ in range(min(len(shown), len(self._logs["advantages"]))):  # TRL has logged its own
+            self._logs["advantages"].pop()
+        self._logs["advantages"].extend(shown.tolist())
+        B, T = loss_mask.shape
+        mine = advantages[self.accelerator.process_index * B :][:B]
+        return mine if mine.dim() == 1 else mine[:, :T]
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[B, T, ...] of every process, padded with zeros to the longest T, one after another."""
+        if self.accelerator.num_processes == 1:
+            return x
+        padded = self.accelerator.pad_across_processes(x, dim=1)
+        gathered: Tensor = self.accelerator.gather(padded)
+        return gathered
+
+    def _report(self, step: Constrain) -> None:
+        """Metrics over the tokens of all processes."""
+        names = list(step.stats)
+        dtype = step.stats["ratio"].dtype
+        together = self._gather(torch.stack([*step.stats.values(), step.counted.to(dtype)], dim=-1))
+        *stats, counted = together.unbind(-1)
+        metrics = summarise(dict(zip(names, stats, strict=True)), counted > 0)
+        values = torch.stack([x.to(dtype) for x in metrics.values()]).tolist()
+        for name, value in zip(metrics, values, strict=True):
+            self._metrics[self._mode][f"troll/{name}"].append(value)
+
+    def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
+        """As TRL, which averages over updates; of our extremes, the extreme."""
+        for name, values in self._metrics[self._mode].items():
+            if name.startswith("troll/") and name.endswith(("/max", "/min")) and values:
+                values[:] = [max(values) if name.endswith("/max") else min(values)]
+        super().log(logs, *args, **named)
+
+    # ------------------------------------------------------------------ checkpoints inside a rollout
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if not self.args.save_only_model and self._buffered_inputs is not None:
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            rollout.save(folder / rollout.file_name(self.accelerator.process_index), self._buffered_inputs, self._place)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = None if checkpoint is None else Path(checkpoint) / rollout.file_name(self.accelerator.process_index)
+        if path is None or not path.exists():
+            return
+        saved = rollout.facts(path)
+        if {**saved, "step": 0} != {**self._place, "step": 0}:
+            logger.warning(f"The rollout in {path} was made on another schedule ({saved}) and is generated again.")
+            return
+        self._step = saved["step"]
+        self._buffered_inputs = rollout.load(path, self.accelerator.device)
+
+    @property
+    def _place(self) -> dict[str, int]:
+        """Where in which schedule this process is."""
+        return {
+            "step": self._step,
+            "steps_per_generation": self.args.steps_per_generation,
+            "num_iterations": self.num_iterations,
+            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
+            "batch": self.args.per_device_train_batch_size,
+            "processes": self.accelerator.num_processes,
+        }
+
+
+def _loss_mask(batch: dict[str, Any]) -> Tensor:
+    """[B, T] completion tokens that count: tokens of tools do not."""
+    mask: Tensor = batch["completion_mask"]
+    return (mask * batch["tool_mask"] if "tool_mask" in batch else mask).bool()
