@@ -14,13 +14,17 @@ from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, summarise, token_stats
 from troll.objective.ratio import RatioLevel, ratios
 from troll.policy import OnInvalid, SparsePolicy, Tail, align, token_kl
-from troll.projection import MAX_LOST_MASS, Projection, Solver, check_kl_bound, check_lost_mass, project
+from troll.projection import MAX_LOST_MASS, Projection, Solver, check_kl_bound, check_lost_mass, project_normalised
 
 
 def regression(projection: Projection) -> Tensor:
     """KL(π̃ ‖ ⌊π⌋) per token, [...]: pulls the proposal towards its projection; 0 where the bound is not active."""
-    kl = token_kl(projection.proposal, projection.log_probs.detach())
-    return torch.where(projection.active, kl, 0.0)
+    proposal, projected, active = projection.proposal, projection.log_probs.detach(), projection.active
+    if torch.compiler.is_compiling():
+        return torch.where(active, token_kl(proposal, projected), 0.0)
+    at = active.flatten().nonzero()[:, 0]  # few, as a rule
+    kl = token_kl(*(x.reshape(-1, x.shape[-1])[at] for x in (proposal, projected)))
+    return kl.new_zeros(active.numel()).index_copy(0, at, kl).reshape(active.shape)
 
 
 def check_regression_coef(regression_coef: float) -> None:
@@ -55,7 +59,7 @@ def constrain(
     ``troll_loss``.
     """
     aligned = align(proposal, old, tail)
-    projection = project(aligned.proposal, aligned.old, kl_bound, solver=solver, max_lost_mass=math.inf)
+    projection = project_normalised(aligned.proposal, aligned.old, kl_bound, solver)
     if not torch.compiler.is_compiling():
         lost = projection.lost_mass if counted is None else projection.lost_mass[counted]
         check_lost_mass(lost, max_lost_mass)

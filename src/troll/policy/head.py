@@ -110,7 +110,7 @@ class Head:
             every = torch.zeros_like(positions.counted).index_fill_(0, at[bad], True)
             positions.refuse(every, lambda row: self._row(flat[row], positions.temperature))
         n, shape, K = len(flat), positions.shape, ids.shape[-1]
-        policy = SparsePolicy(
+        policy = SparsePolicy.trusted(
             ids.new_full((n, K), -1).index_copy(0, at, ids).reshape(*shape, K),
             log_probs.new_full((n, K), -torch.inf).index_copy(0, at, log_probs).reshape(*shape, K),
             log_tail.new_zeros(n).index_copy(0, at, log_tail).reshape(shape),

@@ -62,15 +62,16 @@ class PackedPolicy:
             temperature=policy.temperature,
         )
 
-    def unpack(self) -> SparsePolicy:
-        """The padded form."""
+    def unpack(self, *, check: bool = True) -> SparsePolicy:
+        """The padded form. ``check`` it unless the pack has not left this process."""
         used = torch.arange(self.slots, device=self.counts.device) < self.counts.unsqueeze(-1)
         digits = self.token_ids.long()
         ids = torch.full(used.shape, -1, device=used.device)
         ids[used] = (digits << torch.arange(0, 8 * _ID_BYTES, 8, device=used.device)).sum(-1)
         log_probs = torch.full(used.shape, -torch.inf, dtype=self.log_probs.dtype, device=used.device)
         log_probs[used] = self.log_probs
-        return SparsePolicy(ids, log_probs, self.log_tail, self.vocab_size, temperature=self.temperature)
+        make = SparsePolicy if check else SparsePolicy.trusted
+        return make(ids, log_probs, self.log_tail, self.vocab_size, self.temperature)
 
     def sequences(self) -> list[PackedPolicy]:
         """A policy over [B, ...] as B policies over [...], which share its memory."""

@@ -23,7 +23,7 @@ _PAD = -1
 class SparsePolicy:
     """Token distributions restricted to their supports; what was dropped is known by its mass.
 
-    Invariants, checked at construction (not inside ``torch.compile``):
+    Invariants, checked at construction (not inside ``torch.compile``, and not again in what is made from a policy):
 
     - slot 0 holds the sampled token; a position without any token was masked out (``valid`` is False there);
     - ids are unique within a position and inside the vocabulary; unused slots have id −1 and log-probability −inf;
@@ -93,9 +93,21 @@ class SparsePolicy:
         return PackedPolicy.of(self)
 
     def _map(self, f: Callable[[Tensor], Tensor]) -> SparsePolicy:
-        return SparsePolicy(
-            f(self.token_ids), f(self.log_probs), f(self.log_tail), self.vocab_size, temperature=self.temperature
+        return SparsePolicy.trusted(
+            f(self.token_ids), f(self.log_probs), f(self.log_tail), self.vocab_size, self.temperature
         )
+
+    @classmethod
+    def trusted(
+        cls, token_ids: Tensor, log_probs: Tensor, log_tail: Tensor, vocab_size: int, temperature: float
+    ) -> SparsePolicy:
+        """A policy whose invariants hold by the way it was made: they are not checked."""
+        policy = object.__new__(cls)
+        for name, value in zip(
+            cls.__dataclass_fields__, (token_ids, log_probs, log_tail, vocab_size, temperature), strict=True
+        ):
+            object.__setattr__(policy, name, value)
+        return policy
 
 
 def check_temperature(temperature: float) -> None:

@@ -102,7 +102,7 @@ class _Rows(Positions):
     def policy(self, ids: Tensor, log_norm: Tensor) -> SparsePolicy:
         """The policy of these logits at the kept ids."""
         log_probs, log_tail = log_probs_at(self.logits, ids, log_norm, self.temperature)
-        return SparsePolicy(
+        return SparsePolicy.trusted(
             ids.reshape(*self.shape, ids.shape[-1]),
             log_probs.reshape(*self.shape, ids.shape[-1]),
             log_tail.reshape(self.shape),

@@ -5,7 +5,7 @@ differentiation of KL(π_t ‖ π_old) = ε gives ∂t/∂d_j = −(t / Var) π_
 
     VJP_j = t [ g_j − π_j Σg − π_j (d_j − μ) Σ_i g_i (d_i − μ) / Var ]                                 (7)
 
-An inactive token is passed through unchanged, and so is its gradient. At t = 0 the projection is constant.
+At t = 0 the projection is constant. An inactive token is passed through unchanged, and so is its gradient.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ def project_rows(
     """Rows [N, K] and bounds [N] → projected [N, K] and, [N] each, mix, KL before and after, iterations, converged."""
     log_old, d = _path(proposal, old)
     bound = kl_bound.to(log_old.dtype)
-    full = point(log_old, d, torch.ones_like(bound))
+    kl_full = token_kl((log_old + d).log_softmax(-1), log_old)
     shared = (old > -torch.inf) & (proposal > -torch.inf)
     disjoint = ~shared.any(-1) & (old > -torch.inf).any(-1)
-    kl_before = torch.where(disjoint, torch.inf, full.kl)
+    kl_before = torch.where(disjoint, torch.inf, kl_full)
     active = kl_before > bound
     anchored = active & (disjoint | (bound == 0))  # no way to go, or nowhere to go: the old policy itself
 
@@ -100,11 +100,16 @@ def _(proposal: Tensor, old: Tensor, kl_bound: Tensor, solver: str) -> tuple[Ten
 
 @torch.library.custom_op("troll::project_backward", mutates_args=())
 def project_rows_backward(grad: Tensor, projected: Tensor, proposal: Tensor, old: Tensor, mix: Tensor) -> Tensor:
-    """Equation (7) for rows: the gradient on ``proposal`` [N, K]."""
-    _, d = _path(proposal, old)
-    constant = (mix < 1)[:, None] & ((old == -torch.inf) | (proposal == -torch.inf))
-    result = vjp(grad.to(d.dtype), projected.to(d.dtype), d, mix).masked_fill(constant, 0.0)
-    return result.to(grad.dtype).contiguous()
+    """Equation (7) for rows: the gradient on ``proposal`` [N, K]. Rows that were not projected pass theirs on."""
+    result = grad.clone(memory_format=torch.contiguous_format)
+    rows = (mix < 1).nonzero()[:, 0]
+    if rows.numel() > 0:
+        proposal, old = proposal[rows], old[rows]
+        _, d = _path(proposal, old)
+        along = vjp(grad[rows].to(d.dtype), projected[rows].to(d.dtype), d, mix[rows])
+        along.masked_fill_((old == -torch.inf) | (proposal == -torch.inf), 0.0)
+        result[rows] = along.to(grad.dtype)
+    return result
 
 
 @project_rows_backward.register_fake
@@ -117,6 +122,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     projected, mix, *diagnostics = output
     ctx.save_for_backward(projected, proposal, old, mix)
     ctx.mark_non_differentiable(mix, *diagnostics)
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None, None, None]:

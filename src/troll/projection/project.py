@@ -67,16 +67,23 @@ def project(
     The derivative with respect to ``proposal`` is the closed form (7), exact on both sides of the kink at KL = ε. See
     the README of this folder.
     """
-    require_choice("solver", solver, tuple(SOLVERS))
     _check_form(proposal, old)
+    if not torch.compiler.is_compiling():
+        _check_content(proposal.detach(), old)
+    projection = project_normalised(proposal, old, kl_bound, solver)
+    if not torch.compiler.is_compiling():
+        check_lost_mass(projection.lost_mass, max_lost_mass)
+    return projection
+
+
+def project_normalised(proposal: Tensor, old: Tensor, kl_bound: float | Tensor, solver: Solver) -> Projection:
+    """``project`` for log-probabilities that are normalised by the way they were made, whatever mass is lost."""
+    require_choice("solver", solver, tuple(SOLVERS))
     bound = _bound(kl_bound, proposal)
     outside = (old == -torch.inf) & (proposal > -torch.inf)
     lost = torch.where(outside, proposal.detach(), -torch.inf).exp().sum(-1)
-    if not torch.compiler.is_compiling():
-        _check_content(proposal.detach(), old)
-        check_lost_mass(lost, max_lost_mass)
-    proposal = _leave_out(proposal, outside)
-
+    if torch.compiler.is_compiling() or bool(outside.any()):
+        proposal = _leave_out(proposal, outside)
     K = proposal.shape[-1]
     projected, mix, kl_before, kl_after, iterations, converged = project_rows(
         proposal.reshape(-1, K), old.reshape(-1, K), bound.reshape(-1), solver

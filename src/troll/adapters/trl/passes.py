@@ -59,7 +59,7 @@ class Constrain:
     def __init__(
         self, policies: list[PackedPolicy], old_log_probs: Tensor, loss_mask: Tensor, args: TROLLConfig
     ) -> None:
-        self.old = PackedPolicy.stack(policies).unpack()
+        self.old = PackedPolicy.stack(policies).unpack(check=False)
         self.old_log_probs, self.loss_mask, self.args = old_log_probs, loss_mask.bool(), args
         self.regression: Tensor | None = None
         """[B, T], differentiable."""
@@ -115,7 +115,7 @@ def _on_grid(policy: SparsePolicy, labelled: Tensor) -> SparsePolicy:
     log_probs = policy.log_probs.new_full((n, K), -math.inf).index_copy(0, at, policy.log_probs)
     log_tail = policy.log_tail.new_zeros(n).index_copy(0, at, policy.log_tail)
     shape = labelled.shape
-    return SparsePolicy(
+    return SparsePolicy.trusted(
         ids.reshape(*shape, K),
         log_probs.reshape(*shape, K),
         log_tail.reshape(shape),

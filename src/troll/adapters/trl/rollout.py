@@ -66,7 +66,9 @@ def load(path: Path, device: torch.device) -> list[dict[str, Any]]:
     for name, value in about["plain"].items():
         number, key = name.split("/")
         if key == OLD_POLICY:
-            value = _packed(parts[name], **value).sequences()
+            packed = _packed(parts[name], **value)
+            packed.unpack()  # checks it
+            value = packed.sequences()
         batches[int(number)][key] = value
     return batches
 
