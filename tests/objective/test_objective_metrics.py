@@ -14,6 +14,7 @@ from objective_cases import by_hand, evaluate, kl, make_case, policies, project_
 import troll.objective.troll
 from troll import SparsePolicy, clip_loss, project, troll_loss, unconstrained_loss
 from troll.objective.metrics import spread
+from troll.projection import project_normalised
 from troll.policy import align
 
 NAN, INF = math.nan, math.inf
@@ -137,9 +138,9 @@ def test_unconverged_tokens_are_counted_where_they_count(monkeypatch):
     stuck[0, 0] = stuck[1, 1] = stuck[2, 3] = True  # the last one under the mask
 
     def project_badly(*args, **options):
-        return replace(project(*args, **options), converged=~stuck)
+        return replace(project_normalised(*args, **options), converged=~stuck)
 
-    monkeypatch.setattr(troll.objective.troll, "project", project_badly)
+    monkeypatch.setattr(troll.objective.troll, "project_normalised", project_badly)
     assert not case.mask[2, 3]
     assert evaluate(troll_loss, case)[2]["unconverged_tokens"] == 2
 
