@@ -26,7 +26,7 @@ from troll.policy.sparse import SparsePolicy
 
 _TILE_ELEMENTS = {"cpu": 1 << 24, "other": 1 << 26}
 _VOCABULARY_SLICE = 1 << 15  # of the weight, converted to the type of the product at a time
-_CHUNKS_AT_ONCE = 8  # a tile is read in chunks of this many megaelements on an accelerator
+_CHUNKS_AT_ONCE = 4  # a tile is read in chunks of this many megaelements on an accelerator
 
 
 class Scored(NamedTuple):
