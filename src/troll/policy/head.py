@@ -96,28 +96,32 @@ class Head:
                 "hidden states that predict the sampled tokens: hidden[:, :-1] and input_ids[:, 1:]",
             )
         flat = hidden.reshape(-1, hidden.shape[-1])
-        at = positions.counted.nonzero()[:, 0]
+        # Where all positions count, as for a caller that picked them, nothing is copied.
+        at = None if bool(positions.counted.all()) else positions.counted.nonzero()[:, 0]
         log_probs, log_tail, entropy, ids, bad = _ScoreRows.apply(  # type: ignore[no-untyped-call]
-            flat[at],
+            flat if at is None else flat[at],
             self.weight,
             self.bias,
             self,
-            positions.sampled[at],
+            positions.sampled if at is None else positions.sampled[at],
             positions.temperature,
-            support if isinstance(support, _MostProbable) else support[at],
+            support if at is None or isinstance(support, _MostProbable) else support[at],
         )
-        if positions.on_invalid == "raise" and bool(bad.any()):
-            every = torch.zeros_like(positions.counted).index_fill_(0, at[bad], True)
-            positions.refuse(every, lambda row: self._row(flat[row], positions.temperature))
-        n, shape, K = len(flat), positions.shape, ids.shape[-1]
+
+        def spread(values: Tensor, fill: float) -> Tensor:
+            if at is not None:
+                values = values.new_full((len(flat), *values.shape[1:]), fill).index_copy(0, at, values)
+            return values.reshape((*positions.shape, *values.shape[1:]))
+
+        positions.refuse(spread(bad, False).flatten(), lambda row: self._row(flat[row], positions.temperature))
         policy = SparsePolicy.trusted(
-            ids.new_full((n, K), -1).index_copy(0, at, ids).reshape(*shape, K),
-            log_probs.new_full((n, K), -torch.inf).index_copy(0, at, log_probs).reshape(*shape, K),
-            log_tail.new_zeros(n).index_copy(0, at, log_tail).reshape(shape),
+            spread(ids, -1),
+            spread(log_probs, -torch.inf),
+            spread(log_tail, 0.0),
             vocab_size=positions.vocab_size,
             temperature=positions.temperature,
         )
-        return Scored(policy, entropy.new_zeros(n).index_copy(0, at, entropy).reshape(shape))
+        return Scored(policy, spread(entropy, 0.0))
 
     def _row(self, hidden: Tensor, temperature: float) -> Tensor:
         """The scaled logits of one position."""

@@ -64,12 +64,13 @@ class PackedPolicy:
 
     def unpack(self, *, check: bool = True) -> SparsePolicy:
         """The padded form. ``check`` it unless the pack has not left this process."""
-        used = torch.arange(self.slots, device=self.counts.device) < self.counts.unsqueeze(-1)
-        digits = self.token_ids.long()
-        ids = torch.full(used.shape, -1, device=used.device)
-        ids[used] = (digits << torch.arange(0, 8 * _ID_BYTES, 8, device=used.device)).sum(-1)
-        log_probs = torch.full(used.shape, -torch.inf, dtype=self.log_probs.dtype, device=used.device)
-        log_probs[used] = self.log_probs
+        slot = torch.arange(self.slots, device=self.counts.device)
+        used = slot < self.counts.unsqueeze(-1)
+        first = self.counts.flatten().cumsum(0, dtype=torch.int64).reshape(self.counts.shape) - self.counts
+        at = torch.where(used, first.unsqueeze(-1) + slot, len(self.log_probs))  # unused slots take what is put last
+        low, middle, high = self.token_ids.long().unbind(-1)
+        ids = torch.cat([low | (middle << 8) | (high << 16), low.new_full((1,), -1)])[at]
+        log_probs = torch.cat([self.log_probs, self.log_probs.new_full((1,), -torch.inf)])[at]
         make = SparsePolicy if check else SparsePolicy.trusted
         return make(ids, log_probs, self.log_tail, self.vocab_size, self.temperature)
 

@@ -91,12 +91,16 @@ class Scorer:
             if set(outputs) != {"log_probs", "entropy"}:
                 raise RuntimeError(f"TRL asks its fused head for {outputs} instead of log_probs and entropy")
             head = Head(weight, bias, logit_scale, final_logit_softcapping, trl_utils.maybe_gather_lm_head_ctx)
-            rows = _rows(labelled, len(hidden)).to(hidden.device)
-            forward = Forward(hidden[rows], targets[rows], head, temperature, labelled.to(hidden.device), sequences)
+            total = len(hidden)
+            rows = _rows(labelled, total)
+            if rows is not None:
+                hidden, targets = hidden[rows.to(hidden.device)], targets[rows.to(hidden.device)]
+            forward = Forward(hidden, targets, head, temperature, labelled.to(hidden.device), sequences)
             scores = self.scoring.score(forward)
             results.append(Scores(*(forward.on_grid(x) for x in scores)))
-            log_probs, entropy = (x.new_zeros(len(hidden)).index_copy(0, rows, x) for x in scores)
-            return log_probs, entropy, None, None, None
+            if rows is not None:
+                scores = Scores(*(x.new_zeros(total).index_copy(0, rows.to(x.device), x) for x in scores))
+            return *scores, None, None, None
 
         with _fused_head(score):
             output = self.model(**inputs, labels=labels, fused_lm_head=fused_lm_head)
@@ -117,15 +121,15 @@ def _fused_head(score: Callable[..., Any]) -> Iterator[None]:
         trl_utils._ChunkedLogProbFunction = stock
 
 
-def _rows(labelled: Tensor, total: int) -> Tensor:
+def _rows(labelled: Tensor, total: int) -> Tensor | None:
     """Row of each labelled token [B, T], in order, among the ``total`` rows that TRL hands to its head.
 
-    On accelerators TRL hands over the labelled tokens alone, elsewhere all positions; prompt tuning puts virtual tokens
-    in front, so that completions are found from the end.
+    On accelerators TRL hands over the labelled tokens alone (None: all rows, in order), elsewhere all positions; prompt
+    tuning puts virtual tokens in front, so that completions are found from the end.
     """
     B, T = labelled.shape
     if total == int(labelled.sum()):
-        return torch.arange(total, device=labelled.device)
+        return None
     if total % B or total // B < T:
         raise RuntimeError(f"TRL's fused head was given {total} rows for {B} sequences of {T} completion tokens")
     return torch.arange(total, device=labelled.device).reshape(B, total // B)[:, -T:][labelled]
