@@ -12,8 +12,8 @@ anything is timed, the process checks that the bound holds and that the first up
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import platform
 import resource
 import statistics
@@ -79,8 +79,8 @@ def build(options: argparse.Namespace, arm: str, folder: str) -> Any:
     )
     prompts = Dataset.from_dict({"prompt": [f"Question {i}: what is {i} times {i + 3}? Answer:" for i in range(512)]})
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [sum(c.isdigit() for c in text) / len(text) if text else 0.0 for text in completions]
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
     return Timed(model, reward, args, prompts, processing_class=tokenizer)
 
@@ -118,10 +118,11 @@ def measure(options: argparse.Namespace, arm: str) -> dict[str, Any]:
             [x[f"troll/kl_{when}/max"] for x in logs if "troll/regression" in x] for when in ("before", "after")
         )
         assert max(before[::8]) < (1e-9 if options.cpu else 1e-2), before
-        assert max(before) > 0 and max(after) <= 0.05 * (1 + 1e-5), after
-    steps = [b - a for a, b in zip(ticks, ticks[1:], strict=False)]
+        assert max(before) > 0, before
+        assert max(after) <= 0.05 * (1 + 1e-5), after
+    steps = [b - a for a, b in itertools.pairwise(ticks)]
     rollouts = trainer.rollout_seconds
-    assert len(steps) == 8 * options.rollouts and len(rollouts) == options.rollouts
+    assert (len(steps), len(rollouts)) == (8 * options.rollouts, options.rollouts)
     kept = range(8 if options.rollouts > 1 else 0, len(steps))  # the first rollout warms up
     totals = [sum(steps[i : i + 8]) / 8 for i in kept[::8]]
     updates = [steps[i] for i in kept if i % 8]  # those without a rollout before them
@@ -159,17 +160,13 @@ def main() -> None:
     for repeat in range(options.repeats):
         for arm in ARMS[repeat % 3 :] + ARMS[: repeat % 3]:
             command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"}
-            )
+            done = subprocess.run(command, capture_output=True, text=True)
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if done.returncode or not lines:
                 sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
             runs[arm].append(json.loads(lines[0][7:]))
-            print(
-                f"{repeat + 1}/{options.repeats} {arm}: {statistics.median(runs[arm][-1]['seconds per update']):.4f} s per update",
-                flush=True,
-            )
+            seconds = statistics.median(runs[arm][-1]["seconds per update"])
+            print(f"{repeat + 1}/{options.repeats} {arm}: {seconds:.4f} s per update", flush=True)
     rows = {arm: summary(results) for arm, results in runs.items()}
     print(f"\n{options.model}, {options.batch} x {options.length} tokens, {hardware(options)}\n")
     print(
@@ -209,9 +206,8 @@ def hardware(options: argparse.Namespace) -> str:
 
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    name = next(
-        (x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), platform.processor()
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
     return f"{name}, {options.threads or torch.get_num_threads()} threads, torch {torch.__version__}"
 
 

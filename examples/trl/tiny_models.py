@@ -142,3 +142,29 @@ def save(kind: str, folder: str | Path, **changes: Any) -> str:
     model.save_pretrained(folder)
     processing.save_pretrained(folder)
     return str(folder)
+
+
+def settings() -> dict[str, Any]:
+    """Training arguments for a tiny model: seconds on a CPU, with steps large enough for a trust region to act."""
+    torch.set_num_threads(1)  # more threads only wait for each other: up to ten times slower
+    return {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-2,
+        "max_steps": 16,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
+
+
+def save_once(kind: str, folder: str | Path, args: Any) -> str:
+    """``save`` where several processes run the same program: the first writes, the others wait for it."""
+    with args.main_process_first():
+        if args.local_process_index == 0:
+            save(kind, folder)
+    return str(folder)

@@ -18,15 +18,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from troll.errors import InputError
-from troll.policy.divergence import entropy as entropy_of
-from troll.policy.gather import SupportGradient, at_tokens, normalised, row_chunks, work_dtype
+from troll.policy.gather import SupportGradient, at_tokens, row_chunks, work_dtype
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
-from troll.policy.select import log_norms, select, undefined
+from troll.policy.select import log_norms, select
 from troll.policy.sparse import SparsePolicy
 
 _TILE_ELEMENTS = {"cpu": 1 << 24, "other": 1 << 26}
 _VOCABULARY_SLICE = 1 << 15  # of the weight, converted to the type of the product at a time
-_CHUNKS_AT_ONCE = 4  # a tile is read in chunks of this many megaelements on an accelerator
+_CHUNKS_AT_ONCE = 8  # a tile is read in chunks of this many megaelements on an accelerator
 
 
 class Scored(NamedTuple):
@@ -220,26 +219,24 @@ class _ScoreRows(torch.autograd.Function):
             K = min(support.max_support, V) if isinstance(support, _MostProbable) else support.shape[-1]
             ids = torch.empty(N, K, dtype=torch.int64, device=hidden.device)
             log_probs = torch.empty(N, K, dtype=work, device=hidden.device)
-            log_norm = torch.empty(N, 2, dtype=work, device=hidden.device)
-            log_tail, entropy = log_norm.new_empty(N), log_norm.new_empty(N)
+            log_tail, entropy = log_probs.new_empty(N), log_probs.new_empty(N)
             bad = torch.empty(N, dtype=torch.bool, device=hidden.device)
             for rows in products:
                 tile = products.tile(rows)
                 for part in row_chunks(tile, _CHUNKS_AT_ONCE):
                     z = head._logits(tile[part], temperature)
                     at = slice(rows.start + part.start, rows.start + part.start + len(z))
-                    norm = log_norms(z, 1.0)
+                    log_p = z.log_softmax(-1)
                     if isinstance(support, _MostProbable):
-                        kept = select(z, sampled[at], norm, *support, temperature=1.0)
+                        kept = select(z, sampled[at], log_norms(z, 1.0), *support, temperature=1.0)
                     else:  # a kept token that became impossible leaves the support
                         kept = torch.where(z.gather(-1, support[at].clamp(min=0)) == -torch.inf, -1, support[at])
-                    bad[at] = undefined(norm, z.gather(-1, sampled[at, None])[:, 0])
+                    # NaN where the logits define no distribution, −inf where the sampled token is not in it
+                    bad[at] = ~log_p.gather(-1, sampled[at, None])[:, 0].isfinite()
                     ids[at] = kept = kept.masked_fill(bad[at, None], -1)
-                    log_p = normalised(z, norm)
                     log_probs[at], log_tail[at] = at_tokens(log_p, kept)
-                    log_norm[at] = norm
-                    entropy[at] = entropy_of(log_p).masked_fill(bad[at], 0.0)
-        ctx.save_for_backward(hidden, weight, bias, ids, log_norm, log_tail, entropy)
+                    entropy[at] = torch.special.entr(log_p.exp()).sum(-1).masked_fill(bad[at], 0.0)
+        ctx.save_for_backward(hidden, weight, bias, ids, log_tail, entropy)
         ctx.head, ctx.temperature, ctx.dtype = head, temperature, products.dtype
         ctx.mark_non_differentiable(ids, bad)
         ctx.set_materialize_grads(False)
@@ -250,14 +247,14 @@ class _ScoreRows(torch.autograd.Function):
     def backward(
         ctx: Any, g_log_probs: Tensor | None, g_tail: Tensor | None, g_entropy: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, log_norm, log_tail, entropy = ctx.saved_tensors
+        hidden, weight, bias, ids, log_tail, entropy = ctx.saved_tensors
         head: Head = ctx.head
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         support = SupportGradient(ids, log_tail, g_log_probs, g_tail)
         counted = support.used[:, :1]
         with head.gather(weight, bias):
             products = _Products(hidden, weight, bias, ctx.dtype)
-            total = log_norm.dtype
+            total = log_tail.dtype
             g_hidden = torch.zeros_like(hidden, dtype=total) if need_hidden else None
             g_weight = torch.zeros_like(weight, dtype=total) if need_weight else None
             g_bias = torch.zeros_like(bias, dtype=total) if need_bias else None
@@ -265,7 +262,7 @@ class _ScoreRows(torch.autograd.Function):
                 tile = products.tile(rows)
                 for part in row_chunks(tile, _CHUNKS_AT_ONCE):
                     at = slice(rows.start + part.start, min(rows.start + part.stop, rows.stop))
-                    log_p = normalised(head._logits(tile[part], ctx.temperature), log_norm[at])
+                    log_p = head._logits(tile[part], ctx.temperature).log_softmax(-1)
                     g = support.over(at, log_p)
                     if g_entropy is not None:  # ∂H/∂z_j = −p_j (log p_j + H)
                         term = torch.where(log_p > -torch.inf, log_p + entropy[at, None], 0.0)

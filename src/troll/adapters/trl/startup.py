@@ -46,7 +46,7 @@ def check_dropout(model: torch.nn.Module, args: TROLLConfig) -> None:
                 raise InputError(
                     f"a model with dropout ({name}.{key}={value})",
                     "none: a rollout is scored twice, and KL > 0 before the first update would be noise",
-                    "disable_dropout=True, the default, and attention_dropout=0.0 in the model's configuration",
+                    "disable_dropout=True, the default; or 0.0 for it in the configuration of the model or the adapter",
                 )
 
 
@@ -54,9 +54,10 @@ def say_what_acts(args: TROLLConfig) -> None:
     """Warn about settings without effect."""
     if args.trust_region != "none" and not args.trust_region_can_act:
         logger.warning(
-            f"No trust region acts on this schedule: the {args.steps_per_rollout} forward passes on a rollout make one "
-            f"update (gradient_accumulation_steps={args.gradient_accumulation_steps}), by the policy that generated "
-            f"it. trust_region={args.trust_region!r} changes nothing. Set updates_per_generation=8."
+            f"No trust region acts on this schedule: one update is made on a rollout, by the policy that generated it "
+            f"(steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}), so trust_region={args.trust_region!r} "
+            "changes nothing. Set updates_per_generation=8."
         )
     if args.trust_region == "troll" and (args.epsilon != 0.2 or args.epsilon_high is not None):
         logger.warning(

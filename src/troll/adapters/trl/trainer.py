@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,10 +191,12 @@ class TROLLTrainer(GRPOTrainer):
             self._metrics[self._mode][f"troll/{name}"].append(value)
 
     def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
-        """As TRL, which averages over updates; of our extremes, the extreme."""
+        """As TRL, which averages over forward passes; of our extremes the extreme, of our counts the sum."""
+        reductions: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "unconverged_tokens": sum}
         for name, values in self._metrics[self._mode].items():
-            if name.startswith("troll/") and name.endswith(("/max", "/min")) and values:
-                values[:] = [max(values) if name.endswith("/max") else min(values)]
+            reduce = reductions.get(name.rsplit("/")[-1]) if name.startswith("troll/") else None
+            if reduce is not None and values:
+                values[:] = [reduce(values)]
         super().log(logs, *args, **named)
 
     # ------------------------------------------------------------------ checkpoints inside a rollout
