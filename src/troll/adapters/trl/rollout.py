@@ -56,13 +56,13 @@ def load(path: Path, device: torch.device) -> list[dict[str, Any]]:
     about = _about(path)
     batches: list[dict[str, Any]] = [{} for _ in range(about["batches"])]
     parts: dict[str, dict[str, Tensor]] = {}
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118, not a dictionary
             number, key, *field = name.split("/")
             if field:
-                parts.setdefault(f"{number}/{key}", {})[field[0]] = file.get_tensor(name)
+                parts.setdefault(f"{number}/{key}", {})[field[0]] = file.get_tensor(name).to(device)
             else:
-                batches[int(number)][key] = file.get_tensor(name)
+                batches[int(number)][key] = file.get_tensor(name).to(device)
     for name, value in about["plain"].items():
         number, key = name.split("/")
         if key == OLD_POLICY:

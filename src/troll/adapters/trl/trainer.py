@@ -175,7 +175,7 @@ class TROLLTrainer(GRPOTrainer):
         """[B, T, ...] of every process, padded with zeros to the longest T, one after another."""
         if self.accelerator.num_processes == 1:
             return x
-        padded = self.accelerator.pad_across_processes(x, dim=1)
+        padded = self.accelerator.pad_across_processes(x, dim=1).to(x.dtype)  # where it pads, bool becomes integer
         gathered: Tensor = self.accelerator.gather(padded)
         return gathered
 
