@@ -10,7 +10,7 @@ from torch import Tensor
 
 from troll.adapters.trl.config import TROLLConfig
 from troll.adapters.trl.scoring import Forward, Scores
-from troll.objective import TokenStats, constrain, ratios, token_stats
+from troll.objective import constrain, ratios, token_stats
 from troll.policy import PackedPolicy, SparsePolicy
 
 
@@ -35,7 +35,7 @@ class RecordOld:
             self.args.tail_mass,
             temperature=forward.temperature,
         )
-        self.policies += _on_grid(policy, forward.labelled).pack().sequences()
+        self.policies += _on_grid(policy, forward).pack().sequences()
         return Scores(policy.sampled_log_probs, entropy)
 
     def finish(self, log_probs: Tensor) -> None:
@@ -63,8 +63,9 @@ class Constrain:
         self.old_log_probs, self.loss_mask, self.args = old_log_probs, loss_mask.bool(), args
         self.regression: Tensor | None = None
         """[B, T], differentiable."""
-        self.stats: TokenStats = {}
-        """[B, T] each."""
+        self.names: list[str] = []
+        self.stats: Tensor | None = None
+        """[B, T, …] numbers per token with these names, and last whether the token counts."""
 
     def wants(self, model: Any) -> bool:
         """Every forward of an update."""
@@ -94,12 +95,13 @@ class Constrain:
         log_probs = old_log_probs + step.log_ratio
         if not projects:
             log_probs = torch.where(counted, proposal.sampled_log_probs, old_log_probs)
-        self.counted = labelled & self.loss_mask
         log_ratio = forward.on_grid((log_probs - old_log_probs).detach())
+        self.counted = labelled & self.loss_mask
         ratio = ratios(log_ratio, self.counted, args.importance_sampling_level)[labelled]
         pull = step.regression if projects else None
         stats = token_stats(proposal, old, ratio, step.projection, pull, entropy)
-        self.stats = {name: forward.on_grid(x) for name, x in stats.items()}
+        self.names = list(stats)
+        self.stats = forward.on_grid(torch.stack([*stats.values(), counted.to(ratio.dtype)], dim=-1))
         self.regression = None if pull is None else forward.on_grid(pull)
         return Scores(log_probs, entropy)
 
@@ -107,18 +109,12 @@ class Constrain:
         """Nothing is left to do."""
 
 
-def _on_grid(policy: SparsePolicy, labelled: Tensor) -> SparsePolicy:
+def _on_grid(policy: SparsePolicy, forward: Forward) -> SparsePolicy:
     """A policy over [N] → one over [B, T], masked out where there is no label."""
-    at = labelled.flatten().nonzero()[:, 0]
-    n, K = labelled.numel(), policy.token_ids.shape[-1]
-    ids = policy.token_ids.new_full((n, K), -1).index_copy(0, at, policy.token_ids)
-    log_probs = policy.log_probs.new_full((n, K), -math.inf).index_copy(0, at, policy.log_probs)
-    log_tail = policy.log_tail.new_zeros(n).index_copy(0, at, policy.log_tail)
-    shape = labelled.shape
     return SparsePolicy.trusted(
-        ids.reshape(*shape, K),
-        log_probs.reshape(*shape, K),
-        log_tail.reshape(shape),
+        forward.on_grid(policy.token_ids, -1),
+        forward.on_grid(policy.log_probs, -math.inf),
+        forward.on_grid(policy.log_tail),
         policy.vocab_size,
-        temperature=policy.temperature,
+        policy.temperature,
     )

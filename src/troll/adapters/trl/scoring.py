@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +31,8 @@ class Scores(NamedTuple):
     entropy: Tensor
 
 
-class Forward(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Forward:
     """What one forward of TRL's scores: N completion tokens, those with a label among B sequences of T."""
 
     hidden: Tensor
@@ -43,10 +46,15 @@ class Forward(NamedTuple):
     sequences: slice
     """Which sequences of the batch these are."""
 
-    def on_grid(self, values: Tensor) -> Tensor:
-        """[N] → [B, T], zero where there is no label."""
-        at = self.labelled.flatten().nonzero()[:, 0]
-        return values.new_zeros(self.labelled.numel()).index_copy(0, at, values).reshape(self.labelled.shape)
+    @cached_property
+    def places(self) -> Tensor:
+        """[N] where each token is in the flattened grid [B, T]."""
+        return self.labelled.flatten().nonzero()[:, 0]
+
+    def on_grid(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """[N, ...] → [B, T, ...], with ``fill`` where there is no label."""
+        grid = values.new_full((self.labelled.numel(), *values.shape[1:]), fill).index_copy(0, self.places, values)
+        return grid.reshape(*self.labelled.shape, *values.shape[1:])
 
 
 class Pass(Protocol):

@@ -181,11 +181,10 @@ class TROLLTrainer(GRPOTrainer):
 
     def _report(self, step: Constrain) -> None:
         """Metrics over the tokens of all processes."""
-        names = list(step.stats)
-        dtype = step.stats["ratio"].dtype
-        together = self._gather(torch.stack([*step.stats.values(), step.counted.to(dtype)], dim=-1))
-        *stats, counted = together.unbind(-1)
-        metrics = summarise(dict(zip(names, stats, strict=True)), counted > 0)
+        assert step.stats is not None
+        *stats, counted = self._gather(step.stats).unbind(-1)
+        metrics = summarise(dict(zip(step.names, stats, strict=True)), counted > 0)
+        dtype = step.stats.dtype
         values = torch.stack([x.to(dtype) for x in metrics.values()]).tolist()
         for name, value in zip(metrics, values, strict=True):
             self._metrics[self._mode][f"troll/{name}"].append(value)
