@@ -71,8 +71,9 @@ class Head:
     ) -> Scored:
         """``troll.sparsify`` of the logits of ``hidden`` [..., H]; positions that do not count are not computed."""
         check_support(max_support, tail_mass)
-        positions = Positions(self.weight.shape[0], sampled, temperature, loss_mask, on_invalid)
-        return self._score(hidden, positions, _MostProbable(max_support, tail_mass))
+        with self.gather(self.weight, self.bias):
+            positions = Positions(self.weight.shape[0], sampled, temperature, loss_mask, on_invalid)
+            return self._score(hidden, positions, _MostProbable(max_support, tail_mass))
 
     def restrict(
         self,
@@ -83,17 +84,14 @@ class Head:
         on_invalid: OnInvalid = "raise",
     ) -> Scored:
         """``troll.restrict`` of the logits of ``hidden`` [..., H] to the support of ``old``."""
-        positions = Positions(self.weight.shape[0], old.sampled, old.temperature, loss_mask, on_invalid, ~old.valid)
-        check_vocabulary(self.weight.shape[0], old.vocab_size)
-        return self._score(hidden, positions, old.token_ids.reshape(-1, old.token_ids.shape[-1]))
+        with self.gather(self.weight, self.bias):
+            vocab_size = self.weight.shape[0]
+            check_vocabulary(vocab_size, old.vocab_size)
+            positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
+            return self._score(hidden, positions, old.token_ids.reshape(-1, old.token_ids.shape[-1]))
 
     def _score(self, hidden: Tensor, positions: Positions, support: _MostProbable | Tensor) -> Scored:
-        if hidden.shape[:-1] != positions.shape or hidden.shape[-1] != self.weight.shape[1]:
-            raise InputError(
-                f"hidden {list(hidden.shape)}, positions {list(positions.shape)}, weight {list(self.weight.shape)}",
-                "[..., H], [...] and [V, H]",
-                "hidden states that predict the sampled tokens: hidden[:, :-1] and input_ids[:, 1:]",
-            )
+        self._check(hidden, positions.shape)
         flat = hidden.reshape(-1, hidden.shape[-1])
         # Where all positions count, as for a caller that picked them, nothing is copied.
         at = None if bool(positions.counted.all()) else positions.counted.nonzero()[:, 0]
@@ -122,11 +120,26 @@ class Head:
         )
         return Scored(policy, spread(entropy, 0.0))
 
+    def _check(self, hidden: Tensor, positions: torch.Size) -> None:
+        weight, bias = self.weight, self.bias
+        if not hidden.is_floating_point():
+            raise InputError(f"hidden of {hidden.dtype}", "a floating type", "the output of the model's last layer")
+        if weight.dim() != 2 or hidden.shape != (*positions, weight.shape[1]):
+            raise InputError(
+                f"hidden {list(hidden.shape)}, positions {list(positions)}, weight {list(weight.shape)}",
+                "[..., H], [...] and [V, H]",
+                "hidden states that predict the sampled tokens: hidden[:, :-1] and input_ids[:, 1:]",
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise InputError(f"bias {list(bias.shape)} for weight {list(weight.shape)}", "[V]", "bias=None")
+        if self.softcap is not None and not self.softcap > 0:
+            raise InputError(f"softcap={self.softcap}", "a number > 0, or None", "final_logit_softcapping of the model")
+
+    @torch.no_grad()
     def _row(self, hidden: Tensor, temperature: float) -> Tensor:
         """The scaled logits of one position."""
-        with torch.no_grad(), self.gather(self.weight, self.bias):
-            products = _Products(hidden[None], self.weight, self.bias)
-            return self._logits(products.tile(slice(0, 1)), temperature)[0]
+        products = _Products(hidden[None], self.weight, self.bias)
+        return self._logits(products.tile(slice(0, 1)), temperature)[0]
 
     def _logits(self, product: Tensor, temperature: float) -> Tensor:
         """W h + b → z / temperature, in work precision."""
@@ -156,8 +169,10 @@ class _Products:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         device = hidden.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        self.dtype = autocast if dtype is None else dtype
+        if dtype is None:
+            lowered = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+            dtype = torch.get_autocast_dtype(device) if lowered else hidden.dtype
+        self.dtype = dtype
         self.hidden, self.weight, self.bias = hidden, weight, bias
         elements = _TILE_ELEMENTS.get(device, _TILE_ELEMENTS["other"])
         self.rows = max(1, min(len(hidden), elements // max(1, len(weight))))
@@ -212,30 +227,29 @@ class _ScoreRows(torch.autograd.Function):
         temperature: float,
         support: _MostProbable | Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        with head.gather(weight, bias):
-            products = _Products(hidden, weight, bias)
-            work = work_dtype(products._buffer)
-            N, V = len(hidden), len(weight)
-            K = min(support.max_support, V) if isinstance(support, _MostProbable) else support.shape[-1]
-            ids = torch.empty(N, K, dtype=torch.int64, device=hidden.device)
-            log_probs = torch.empty(N, K, dtype=work, device=hidden.device)
-            log_tail, entropy = log_probs.new_empty(N), log_probs.new_empty(N)
-            bad = torch.empty(N, dtype=torch.bool, device=hidden.device)
-            for rows in products:
-                tile = products.tile(rows)
-                for part in row_chunks(tile, _CHUNKS_AT_ONCE):
-                    z = head._logits(tile[part], temperature)
-                    at = slice(rows.start + part.start, rows.start + part.start + len(z))
-                    log_p = z.log_softmax(-1)
-                    if isinstance(support, _MostProbable):
-                        kept = select(z, sampled[at], log_norms(z, 1.0), *support, temperature=1.0)
-                    else:  # a kept token that became impossible leaves the support
-                        kept = torch.where(z.gather(-1, support[at].clamp(min=0)) == -torch.inf, -1, support[at])
-                    # NaN where the logits define no distribution, −inf where the sampled token is not in it
-                    bad[at] = ~log_p.gather(-1, sampled[at, None])[:, 0].isfinite()
-                    ids[at] = kept = kept.masked_fill(bad[at, None], -1)
-                    log_probs[at], log_tail[at] = at_tokens(log_p, kept)
-                    entropy[at] = torch.special.entr(log_p.exp()).sum(-1).masked_fill(bad[at], 0.0)
+        products = _Products(hidden, weight, bias)
+        work = work_dtype(products._buffer)
+        N, V = len(hidden), len(weight)
+        K = min(support.max_support, V) if isinstance(support, _MostProbable) else support.shape[-1]
+        ids = torch.empty(N, K, dtype=torch.int64, device=hidden.device)
+        log_probs = torch.empty(N, K, dtype=work, device=hidden.device)
+        log_tail, entropy = log_probs.new_empty(N), log_probs.new_empty(N)
+        bad = torch.empty(N, dtype=torch.bool, device=hidden.device)
+        for rows in products:
+            tile = products.tile(rows)
+            for part in row_chunks(tile, _CHUNKS_AT_ONCE):
+                z = head._logits(tile[part], temperature)
+                at = slice(rows.start + part.start, rows.start + part.start + len(z))
+                log_p = z.log_softmax(-1)
+                if isinstance(support, _MostProbable):
+                    kept = select(z, sampled[at], log_norms(z, 1.0), *support, temperature=1.0)
+                else:  # a kept token that became impossible leaves the support
+                    kept = torch.where(z.gather(-1, support[at].clamp(min=0)) == -torch.inf, -1, support[at])
+                # NaN where the logits define no distribution, −inf where the sampled token is not in it
+                bad[at] = ~log_p.gather(-1, sampled[at, None])[:, 0].isfinite()
+                ids[at] = kept = kept.masked_fill(bad[at, None], -1)
+                log_probs[at], log_tail[at] = at_tokens(log_p, kept)
+                entropy[at] = torch.special.entr(log_p.exp()).sum(-1).masked_fill(bad[at], 0.0)
         ctx.save_for_backward(hidden, weight, bias, ids, log_tail, entropy)
         ctx.head, ctx.temperature, ctx.dtype = head, temperature, products.dtype
         ctx.mark_non_differentiable(ids, bad)
