@@ -1,24 +1,30 @@
-"""The rollout a trainer is in the middle of, saved with a checkpoint and restored from it.
+"""The rollout a trainer is in the middle of, and where it is in the data: saved with a checkpoint, restored from it.
 
-TRL makes several updates on a rollout and forgets it on resume: it generates again, and the run is another one. Here it
-is written next to the model, as safetensors, one file per process.
+TRL makes several updates on a rollout and forgets it on resume: it generates again, and the run is another one; and its
+sampler begins every resumed epoch with the order of the first one. Here both are written next to the model, as
+safetensors, one file per process.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from trl.trainer.utils import RepeatSampler
 
+from troll.errors import InputError
 from troll.policy import PackedPolicy
 
 OLD_POLICY = "troll_old_policy"
+_SAMPLER = "sampler"
 _TENSORS = tuple(f.name for f in fields(PackedPolicy) if f.type == "Tensor")
 
 
@@ -27,9 +33,33 @@ def file_name(process: int) -> str:
     return f"troll_rollout_{process:05d}.safetensors"
 
 
-def save(path: Path, batches: list[dict[str, Any]], facts: dict[str, int]) -> None:
-    """Write the batches of a rollout, and ``facts`` that must agree when it is read."""
-    tensors: dict[str, Tensor] = {}
+class Sampler(torch.utils.data.Sampler[int]):
+    """TRL's sampler, and the state its generator had before the order of the epoch was drawn."""
+
+    def __init__(self, stock: RepeatSampler) -> None:
+        self.stock = stock
+        self.before: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.stock)
+
+    def __iter__(self) -> Iterator[int]:
+        self.before = self.state
+        return iter(self.stock)
+
+    @property
+    def state(self) -> Tensor | None:
+        """Of the generator; None if nothing is shuffled."""
+        return self.stock.generator.get_state() if self.stock.shuffle else None
+
+    def resume(self, state: Tensor) -> None:
+        """Go on from a saved state."""
+        self.stock.generator.set_state(state)
+
+
+def save(path: Path, batches: list[dict[str, Any]], facts: dict[str, float], sampler: Tensor | None = None) -> None:
+    """Write the batches of a rollout, ``facts`` that must agree when it is read, and the place of the sampler."""
+    tensors: dict[str, Tensor] = {} if sampler is None else {_SAMPLER: sampler}
     plain: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         for key, value in batch.items():
@@ -46,9 +76,15 @@ def save(path: Path, batches: list[dict[str, Any]], facts: dict[str, int]) -> No
     save_file(tensors, path, metadata={"troll": json.dumps(about)})
 
 
-def facts(path: Path) -> dict[str, int]:
+def facts(path: Path) -> dict[str, float]:
     """What ``save`` was told."""
     return dict(_about(path)["facts"])
+
+
+def sampler(path: Path) -> Tensor | None:
+    """The place of the sampler, if it was saved."""
+    with _opened(path) as file:
+        return file.get_tensor(_SAMPLER) if _SAMPLER in file.keys() else None  # noqa: SIM118, not a dictionary
 
 
 def load(path: Path, device: torch.device) -> list[dict[str, Any]]:
@@ -56,8 +92,8 @@ def load(path: Path, device: torch.device) -> list[dict[str, Any]]:
     about = _about(path)
     batches: list[dict[str, Any]] = [{} for _ in range(about["batches"])]
     parts: dict[str, dict[str, Tensor]] = {}
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118, not a dictionary
+    with _opened(path) as file:
+        for name in set(file.keys()) - {_SAMPLER}:
             number, key, *field = name.split("/")
             if field:
                 parts.setdefault(f"{number}/{key}", {})[field[0]] = file.get_tensor(name).to(device)
@@ -78,5 +114,18 @@ def _packed(tensors: dict[str, Tensor], **numbers: Any) -> PackedPolicy:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         return dict(json.loads(file.metadata()["troll"]))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise InputError(
+            f"{path}, which cannot be read ({error})",
+            "the rollout of a checkpoint",
+            "an earlier checkpoint; or deleting this file: the rollout is generated again then",
+        ) from error

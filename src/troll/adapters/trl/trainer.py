@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from troll.adapters.trl import rollout, startup
@@ -64,6 +63,7 @@ class TROLLTrainer(GRPOTrainer):
         startup.check_args(args)
         self._pass: Pass | None = None
         self._rewards: Tensor | None = None
+        self._sampler: rollout.Sampler | None = None
         super().__init__(model, reward_funcs, args, *rest, **named)
         if args.trust_region != "clip":
             self.epsilon_low = self.epsilon_high = math.inf  # TRL's clip becomes the identity
@@ -200,27 +200,41 @@ class TROLLTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ checkpoints inside a rollout
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if not self.args.save_only_model and self._buffered_inputs is not None:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            rollout.save(folder / rollout.file_name(self.accelerator.process_index), self._buffered_inputs, self._place)
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._buffered_inputs is None:
+            return
+        sampler = None
+        if self._sampler is not None:  # the next epoch draws an order, the one that goes on draws its own again
+            sampler = self._sampler.state if float(self.state.epoch).is_integer() else self._sampler.before
+        path = Path(output_dir) / rollout.file_name(self.accelerator.process_index)
+        rollout.save(path, self._buffered_inputs, self._facts, sampler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        path = None if checkpoint is None else Path(checkpoint) / rollout.file_name(self.accelerator.process_index)
-        if path is None or not path.exists():
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / rollout.file_name(self.accelerator.process_index)
+        if not path.exists():
+            logger.warning(f"{path} is missing: if the checkpoint is inside a rollout, another one is generated.")
             return
         saved = rollout.facts(path)
-        if {**saved, "step": 0} != {**self._place, "step": 0}:
+        state = rollout.sampler(path)
+        if state is not None and self._sampler is not None:
+            self._sampler.resume(state)
+        if {**saved, "step": 0} != {**self._facts, "step": 0}:
             logger.warning(f"The rollout in {path} was made on another schedule ({saved}) and is generated again.")
             return
-        self._step = saved["step"]
+        self._step = int(saved["step"])
         self._buffered_inputs = rollout.load(path, self.accelerator.device)
 
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._sampler = rollout.Sampler(super()._get_train_sampler(dataset))
+        return self._sampler
+
     @property
-    def _place(self) -> dict[str, int]:
-        """Where in which schedule this process is."""
+    def _facts(self) -> dict[str, float]:
+        """Where in which schedule this process is, and what the batches of a rollout are made for."""
         return {
             "step": self._step,
             "steps_per_generation": self.args.steps_per_generation,
@@ -228,6 +242,8 @@ class TROLLTrainer(GRPOTrainer):
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
             "batch": self.args.per_device_train_batch_size,
             "processes": self.accelerator.num_processes,
+            "temperature": self.temperature,
+            "old_policy": int(self._needs_old_policy),
         }
 
 
