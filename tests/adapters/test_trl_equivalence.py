@@ -335,6 +335,7 @@ def on_policy(run: TROLLTrainer, training: bool) -> tuple[dict[str, Any], Tensor
     assert 0 < mask.sum() < mask.numel()
     batch["tool_mask"] = torch.ones_like(mask)
     batch["tool_mask"][:, 1] = 0  # a token that does not count between two that do
+    batch["tool_mask"][2] = 0  # and a sequence without one that does, which TRL's means count all the same
     torch.manual_seed(4)
     batch["advantages"] = torch.randn(mask.shape)
     run.model.train(training)

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
 from trl_cases import config, furthest, logged, lower_case, prompts, stock_trainer, text_of, trainer, weights
 
-from troll import restrict
+from troll import restrict, sparsify, troll_loss
 from troll.adapters.trl import TROLLTrainer
 from troll.errors import InputError
 from troll.objective import constrain
@@ -636,6 +636,35 @@ def test_the_entropy_bonus_is_that_of_the_whole_distribution(tmp_path: Path, tai
     assert logged(run, "entropy_coef") == [0.3] * 4
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_the_loss_of_an_update_is_the_one_of_the_library(tmp_path: Path, tail: str, temperature: float) -> None:
+    """Of the full logits, which TRL never makes; far from the old policy, with ratios that a clip would cut."""
+    run = trainer(tmp_path, tail=tail, temperature=temperature, loss_type="bnpo")
+    batch = one_batch(run)
+    with torch.no_grad():
+        old = sparsify(full_softmax(run, batch), batch["completion_ids"], loss_mask=loss_mask(batch))
+    go_astray(run)
+    loss, gradient = loss_and_gradient(run, batch)
+    mask, logits = loss_mask(batch), full_softmax(run, batch)
+    proposal = (
+        restrict(logits, old, loss_mask=mask)
+        if tail == "bucket"
+        else sparsify(logits, batch["completion_ids"], loss_mask=mask)
+    )
+    expected, metrics = troll_loss(proposal, old, batch["advantages"], mask, tail=tail)
+    grads = torch.autograd.grad(expected, list(run.model.parameters()))
+    assert metrics["ratio/max"] > 1.2
+    assert metrics["projected_fraction"] > 0.5
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    # fp32, over 64 tokens and 263 logits each, in another order
+    torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in grads]), rtol=1e-3, atol=1e-5)
+    assert gradient.abs().max() > 0.05
+    for name, value in metrics.items():
+        if name not in ("entropy", "skipped_tokens"):  # one is exact here and a bound there, the other is the library's
+            assert reported(run, f"troll/{name}") == pytest.approx(value.item(), rel=1e-3, abs=1e-4), name
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "luspo"])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_regression_is_weighed_as_trl_weighs_its_own_loss(tmp_path: Path, loss_type: str, training: bool) -> None:
@@ -985,31 +1014,48 @@ def test_a_model_with_tools_trains(tmp_path: Path) -> None:
     assert logged(run, "troll/kl_before/max")[4] < 1e-9
 
 
-def test_a_rollout_of_ones_own_may_have_words_of_others_in_it(tmp_path: Path, monkeypatch: Any) -> None:
+def play(texts: list[str], trainer: Any) -> dict[str, Any]:
+    """A rollout of one's own, in which the environment says three tokens of eight."""
+    return {
+        "prompt_ids": [trainer._tokenizer(text)["input_ids"] for text in texts],
+        "completion_ids": torch.randint(7, 263, (len(texts), 8)).tolist(),
+        "logprobs": [[-5.0] * 8 for _ in texts],
+        "env_mask": [[1, 1, 0, 0, 0, 1, 1, 1] for _ in texts],
+    }
+
+
+def player(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    torch.manual_seed(0)
-
-    def play(texts: list[str], trainer: Any) -> dict[str, Any]:
-        completions = torch.randint(7, 263, (len(texts), 8)).tolist()
-        return {
-            "prompt_ids": [trainer._tokenizer(text)["input_ids"] for text in texts],
-            "completion_ids": completions,
-            "logprobs": [[-5.0] * 8 for _ in texts],
-            "env_mask": [[1, 1, 0, 0, 0, 1, 1, 1] for _ in texts],
-        }
-
     model, tokens = tiny_models.build("dense")
-    run = TROLLTrainer(model, lower_case, config(tmp_path), prompts(), processing_class=tokens, rollout_func=play)
+    args = config(folder, **changes)
+    return TROLLTrainer(model, lower_case, args, prompts(), processing_class=tokens, rollout_func=play)
+
+
+def test_a_rollout_of_ones_own_may_have_words_of_others_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = player(tmp_path, monkeypatch)
     batch = one_batch(run)
     assert loss_mask(batch).sum(1).tolist() == [5] * 8
     go_astray(run)
     norms = gradient_of_hidden_states(run, batch).norm(dim=-1)
     assert norms[loss_mask(batch)].min() > 0
     assert norms[~loss_mask(batch)].max() == 0
-    fresh = tiny_models.build("dense")[0]
-    run = TROLLTrainer(fresh, lower_case, config(tmp_path), prompts(), processing_class=tokens, rollout_func=play)
+    run = player(tmp_path, monkeypatch)
     run.train()
     assert_held(run)
+
+
+def test_the_ratio_of_a_sequence_is_that_of_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = player(tmp_path, monkeypatch, importance_sampling_level="sequence", loss_type="grpo", kl_bound=math.inf)
+    batch = one_batch(run)
+    go_astray(run)
+    run._compute_loss(run.model, batch)
+    with torch.no_grad():
+        log_ratio = of_sampled(full_softmax(run, batch), batch) - batch["old_per_token_logps"]
+    mask = loss_mask(batch)
+    ratios = ((log_ratio * mask).sum(1) / mask.sum(1)).exp()
+    assert reported(run, "troll/ratio/max") == pytest.approx(ratios.max().item(), rel=1e-4)
+    assert reported(run, "troll/ratio/min") == pytest.approx(ratios.min().item(), rel=1e-4)
+    assert ratios.max() > 1.1
 
 
 # ---------------------------------------------------------------------- several trainers in one process
@@ -1060,7 +1106,8 @@ def test_the_model_card_names_the_method_and_its_paper(tmp_path: Path) -> None:
     assert {"trl", "troll", "mine"} <= set(card.data.tags)
     assert "grpo" not in card.data.tags
     assert card.data.model_name == "small"
-    assert "TROLL" in card.text
+    assert "trained with TROLL" in card.text
+    assert "GRPO" not in card.text
     assert "https://huggingface.co/papers/2510.03817" in card.text
     assert "TROLL: Trust Regions improve Reinforcement Learning for Large Language Models" in card.text
     assert "becker2025troll" in card.text

@@ -14,8 +14,8 @@ from objective_cases import by_hand, evaluate, kl, make_case, policies, project_
 import troll.objective.troll
 from troll import SparsePolicy, clip_loss, project, troll_loss, unconstrained_loss
 from troll.objective.metrics import spread
-from troll.projection import project_normalised
 from troll.policy import align
+from troll.projection import project_normalised
 
 NAN, INF = math.nan, math.inf
 LOSSES = pytest.mark.parametrize("loss_function", [troll_loss, clip_loss, unconstrained_loss])

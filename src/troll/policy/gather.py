@@ -7,7 +7,7 @@ With upstream gradients g_k and g_τ, p = softmax(z), τ the mass of the tail, a
     ∂/∂z_k = g_k − p_k Γ  (k ∈ S),     ∂/∂z_j = p_j (g_τ / τ − Γ)  (j ∉ S)
 
 so the backward needs L and the logits that are there already. Rows are worked off in chunks, in fp32 (fp64 for fp64).
-``at_tokens`` and ``SupportGradient`` are the two directions for one chunk; ``troll.policy.head`` uses them too.
+The functions for one chunk, and ``SupportGradient`` for the way back, serve ``troll.policy.head`` too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 _CHUNK_ELEMENTS = 1 << 20  # on a CPU: a few megabytes, so that temporaries stay in the cache
 _CHUNKS_AT_ONCE = 64  # elsewhere: few launches
+_TINY = 1e-30  # below, a sum of probabilities in fp32 may have lost terms
 
 
 def row_chunks(logits: Tensor, at_once: int = _CHUNKS_AT_ONCE) -> Iterator[slice]:
@@ -52,12 +53,27 @@ def _hidden(token_ids: Tensor) -> Tensor:
     return torch.where(token_ids >= 0, token_ids, token_ids[:, :1]).clamp(min=0)
 
 
-def at_tokens(log_p: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log-probabilities [N, V]: those at ``token_ids`` [N, K] (−1: −inf), and the log of the mass outside them."""
-    used = token_ids >= 0
-    log_probs = log_p.gather(-1, token_ids.clamp(min=0)).masked_fill(~used, -torch.inf)
+def at_tokens(log_p: Tensor, token_ids: Tensor) -> Tensor:
+    """Of log-probabilities [N, V], those at ``token_ids`` [N, K]; −inf for −1."""
+    return log_p.gather(-1, token_ids.clamp(min=0)).masked_fill(token_ids < 0, -torch.inf)
+
+
+def log_tail_of(log_p: Tensor, token_ids: Tensor) -> Tensor:
+    """Of log-probabilities [N, V], the log of the mass outside ``token_ids`` [N, K], [N]; 0 where slot 0 is unused."""
     log_tail = log_p.scatter(-1, _hidden(token_ids), -torch.inf).logsumexp(-1)
-    return log_probs, torch.where(used[:, 0], log_tail, 0.0)
+    return torch.where(token_ids[:, 0] >= 0, log_tail, 0.0)
+
+
+def entropy_and_log_tail(log_p: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """H = −Σ p log p and ``log_tail_of`` of the same rows, from one exponential."""
+    p = log_p.exp()
+    entropy = -(p * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)  # 0 · −inf is 0 here
+    tail = p.scatter_(-1, _hidden(token_ids), 0.0).sum(-1)
+    log_tail = torch.where(token_ids[:, 0] >= 0, tail.log(), 0.0)
+    tiny = (tail < _TINY) & (token_ids[:, 0] >= 0)
+    if bool(tiny.any()):  # p may have underflowed
+        log_tail[tiny] = log_tail_of(log_p[tiny], token_ids[tiny])
+    return entropy, log_tail
 
 
 class SupportGradient:
@@ -94,7 +110,7 @@ class _LogProbsAt(torch.autograd.Function):
         log_tail = torch.empty(token_ids.shape[:1], dtype=work_dtype(logits), device=logits.device)
         for rows in row_chunks(logits):
             log_p = normalised(scaled(logits[rows], temperature), log_norm[rows])
-            log_probs[rows], log_tail[rows] = at_tokens(log_p, token_ids[rows])
+            log_probs[rows], log_tail[rows] = at_tokens(log_p, token_ids[rows]), log_tail_of(log_p, token_ids[rows])
         ctx.save_for_backward(logits, token_ids, log_norm, log_tail)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from troll.errors import InputError
-from troll.policy.gather import SupportGradient, at_tokens, row_chunks, work_dtype
+from troll.policy.gather import SupportGradient, at_tokens, entropy_and_log_tail, row_chunks, work_dtype
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
 from troll.policy.select import log_norms, select
 from troll.policy.sparse import SparsePolicy
@@ -248,8 +248,9 @@ class _ScoreRows(torch.autograd.Function):
                 # NaN where the logits define no distribution, −inf where the sampled token is not in it
                 bad[at] = ~log_p.gather(-1, sampled[at, None])[:, 0].isfinite()
                 ids[at] = kept = kept.masked_fill(bad[at, None], -1)
-                log_probs[at], log_tail[at] = at_tokens(log_p, kept)
-                entropy[at] = torch.special.entr(log_p.exp()).sum(-1).masked_fill(bad[at], 0.0)
+                log_probs[at] = at_tokens(log_p, kept)
+                information, log_tail[at] = entropy_and_log_tail(log_p, kept)
+                entropy[at] = information.masked_fill(bad[at], 0.0)
         ctx.save_for_backward(hidden, weight, bias, ids, log_tail, entropy)
         ctx.head, ctx.temperature, ctx.dtype = head, temperature, products.dtype
         ctx.mark_non_differentiable(ids, bad)

@@ -50,12 +50,12 @@ class PackedPolicy:
             raise InputError(
                 "a policy with unused slots between used ones", "unused slots at the end", "packing a sparsified policy"
             )
-        ids = policy.token_ids[used]
-        digits = torch.stack([(ids >> (8 * byte)) & 0xFF for byte in range(_ID_BYTES)], dim=-1)
+        at = used.flatten().nonzero()[:, 0]
+        ids = policy.token_ids.flatten()[at].to(torch.int32)
         return cls(
             counts=used.sum(-1).to(torch.int16),
-            token_ids=digits.to(torch.uint8),
-            log_probs=policy.log_probs[used],
+            token_ids=ids.view(torch.uint8).reshape(-1, 4)[:, :_ID_BYTES].contiguous(),
+            log_probs=policy.log_probs.flatten()[at],
             log_tail=policy.log_tail,
             slots=policy.token_ids.shape[-1],
             vocab_size=policy.vocab_size,
@@ -68,8 +68,8 @@ class PackedPolicy:
         used = slot < self.counts.unsqueeze(-1)
         first = self.counts.flatten().cumsum(0, dtype=torch.int64).reshape(self.counts.shape) - self.counts
         at = torch.where(used, first.unsqueeze(-1) + slot, len(self.log_probs))  # unused slots take what is put last
-        low, middle, high = self.token_ids.long().unbind(-1)
-        ids = torch.cat([low | (middle << 8) | (high << 16), low.new_full((1,), -1)])[at]
+        digits = torch.nn.functional.pad(self.token_ids, (0, 4 - _ID_BYTES)).view(torch.int32)[:, 0]
+        ids = torch.cat([digits, digits.new_full((1,), -1)])[at].long()
         log_probs = torch.cat([self.log_probs, self.log_probs.new_full((1,), -torch.inf)])[at]
         make = SparsePolicy if check else SparsePolicy.trusted
         return make(ids, log_probs, self.log_tail, self.vocab_size, self.temperature)
