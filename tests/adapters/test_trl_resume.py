@@ -249,6 +249,18 @@ def test_a_rollout_of_another_temperature_is_generated_again(tmp_path: Path) -> 
     assert logged(second, "troll/kl_before/max")[2] < 1e-9
 
 
+@pytest.mark.xfail(strict=True, reason="what the batches hold for a reference is not compared: KeyError in TRL's loss")
+def test_a_rollout_without_a_reference_is_generated_again_where_one_is_needed(tmp_path: Path) -> None:
+    second = resume(tmp_path, interrupt(tmp_path, 2, lora=True), lora=True, beta=0.1)
+    assert len(logged(second, "kl")) == 6  # every update after the checkpoint
+
+
+@pytest.mark.xfail(strict=True, reason="the place in an order is restored where there is none: AttributeError")
+def test_a_run_that_shuffled_may_go_on_in_order(tmp_path: Path) -> None:
+    second = resume(tmp_path, interrupt(tmp_path, 2), shuffle_dataset=False)
+    assert max(logged(second, "troll/kl_after/max")) <= 0.05 * (1 + 1e-5)
+
+
 def test_a_missing_rollout_is_not_passed_over_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = interrupt(tmp_path, 2)
     (checkpoint / rollout.file_name(0)).unlink()
@@ -257,13 +269,28 @@ def test_a_missing_rollout_is_not_passed_over_in_silence(tmp_path: Path, caplog:
     assert [r for r in caplog.records if r.name.startswith("troll")]
 
 
-def test_after_the_first_epoch_too_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    changes = {"train_dataset": prompts(8), "max_steps": 12}  # an epoch is one rollout
+@pytest.mark.parametrize("after", [2, 4, 6, 8, 10])
+def test_in_any_epoch_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, after: int) -> None:
+    """Three epochs, each of one rollout on the same prompts in an order of its own; in the middle, and between two."""
+    changes = {"train_dataset": prompts(8), "max_steps": 12}
     run = start(tmp_path / "whole", **changes)
     run.train()
     again = start(tmp_path / "again", **changes)
-    again.train(resume_from_checkpoint=str(interrupt(tmp_path / "again", 6, **changes)))
+    again.train(resume_from_checkpoint=str(interrupt(tmp_path / "again", after, **changes)))
     assert_same(result(run), result(again))
+
+
+def test_with_other_prompts_in_other_epochs_a_run_resumed_twice_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    """An epoch leaves two of ten prompts out, others each time."""
+    changes = {"train_dataset": prompts(10), "max_steps": 12, "gradient_accumulation_steps": 2}
+    changes["per_device_train_batch_size"] = 4
+    run = start(tmp_path / "whole", **changes)
+    run.train()
+    middle = start(tmp_path / "again", callbacks=[StopAfter(9)], **changes)
+    middle.train(resume_from_checkpoint=str(interrupt(tmp_path / "again", 5, **changes)))
+    last = start(tmp_path / "again", **changes)
+    last.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-9"))
+    assert_same(result(run), result(last))
 
 
 def test_a_checkpoint_is_pushed_with_its_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,18 @@ from objective_cases import by_hand, evaluate, kl, make_case, policies, project_
 
 import troll.objective.troll
 from troll import SparsePolicy, clip_loss, project, troll_loss, unconstrained_loss
-from troll.objective.metrics import spread
+from troll.objective.metrics import high, mean
 from troll.policy import align
 from troll.projection import project_normalised
 
 NAN, INF = math.nan, math.inf
+
+
+def spread(name: str, x: torch.Tensor, counted: torch.Tensor) -> dict[str, torch.Tensor]:
+    p99, top = high(x, counted)
+    return {f"{name}/mean": mean(x, counted), f"{name}/p99": p99, f"{name}/max": top}
+
+
 LOSSES = pytest.mark.parametrize("loss_function", [troll_loss, clip_loss, unconstrained_loss])
 log = math.log
 

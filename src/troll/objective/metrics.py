@@ -17,31 +17,30 @@ TokenStats = dict[str, Tensor]
 
 
 def mean(x: Tensor, counted: Tensor) -> Tensor:
-    """Mean over the counted tokens, 0 if there are none."""
-    return torch.where(counted, x, 0.0).sum() / counted.sum().clamp(min=1)
+    """Mean over the counted tokens, 0 if there are none; of each of several quantities [Q, ...] at once."""
+    return _counted(x, counted, 0.0).sum(-1) / counted.sum().clamp(min=1)
 
 
-def _ordered(x: Tensor, counted: Tensor) -> Tensor:
-    """The counted values in ascending order, after one −inf and another for every token that does not count."""
-    values = torch.where(counted, x, -torch.inf).flatten()
-    return torch.cat([values.new_full((1,), -torch.inf), values]).sort().values
+def _counted(x: Tensor, counted: Tensor, fill: float) -> Tensor:
+    """The tokens in one dimension, with ``fill`` for those that do not count."""
+    return torch.where(counted, x, fill).flatten(x.dim() - counted.dim())
 
 
 def largest(x: Tensor, counted: Tensor) -> Tensor:
     """Maximum over the counted tokens, 0 if there are none."""
-    return torch.where(counted.any(), _ordered(x, counted)[-1], 0.0)
+    values = _counted(x, counted, -torch.inf)
+    top = values.amax(-1) if values.shape[-1] else values.new_zeros(values.shape[:-1])
+    return torch.where(counted.any(), top, 0.0)
 
 
-def spread(name: str, x: Tensor, counted: Tensor) -> Metrics:
-    """Mean, 99th percentile (the nearest value from below) and maximum over the counted tokens, 0 if there are none."""
-    ordered, n = _ordered(x, counted), counted.sum()
+def high(x: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """99th percentile (the nearest value from below) and maximum over the counted tokens, 0 if there are none."""
+    values = _counted(x, counted, -torch.inf)
+    ordered = torch.cat([values.new_full((*values.shape[:-1], 1), -torch.inf), values], dim=-1).sort(-1).values
+    n, size = counted.sum(), ordered.shape[-1]
     rank = (0.99 * (n - 1)).floor().long()
-    p99 = ordered.gather(0, (ordered.numel() - n + rank).clamp(max=ordered.numel() - 1)[None])[0]
-    return {
-        f"{name}/mean": mean(x, counted),
-        f"{name}/p99": torch.where(n > 0, p99, 0.0),
-        f"{name}/max": torch.where(n > 0, ordered[-1], 0.0),
-    }
+    p99 = ordered.index_select(-1, (size - n + rank).clamp(max=size - 1)[None])[..., 0]
+    return torch.where(n > 0, p99, 0.0), torch.where(n > 0, ordered[..., -1], 0.0)
 
 
 def sequence_mean(kl: Tensor, counted: Tensor) -> Tensor:
@@ -91,29 +90,26 @@ def token_stats(
     return {name: x.detach() for name, x in stats.items()}
 
 
-_MEANS = ("entropy", "kept_mass/proposal", "kept_mass/old", "support_size/proposal", "support_size/old", "lost_mass")
+_SPREAD = ("kl_before", "ratio", "kl_after")
 
 
 @torch.no_grad()
 def summarise(stats: TokenStats, counted: Tensor) -> Metrics:
     """Numbers per token [B, T] → the metrics, over the counted tokens."""
-    metrics = {
-        **spread("kl_before", stats["kl_before"], counted),
-        "sequence_kl_before": sequence_mean(stats["kl_before"], counted),
-        **spread("ratio", stats["ratio"], counted),
-        "ratio/min": -largest(-stats["ratio"], counted),
-        **{name: mean(stats[name], counted) for name in _MEANS},
-    }
+    names = [name for name in _SPREAD if name in stats]
+    percentiles, maxima = high(torch.stack([stats[name] for name in names]), counted)
+    means = dict(zip(stats, mean(torch.stack(list(stats.values())), counted).unbind(), strict=True))
+    metrics = {f"{name}/p99": x for name, x in zip(names, percentiles.unbind(), strict=True)}
+    metrics |= {f"{name}/max": x for name, x in zip(names, maxima.unbind(), strict=True)}
+    metrics |= {f"{name}/mean" if name in names else name: x for name, x in means.items()}
+    metrics["ratio/min"] = -largest(-stats["ratio"], counted)
+    metrics["sequence_kl_before"] = sequence_mean(stats["kl_before"], counted)
     if "projected" in stats:
         active = counted & (stats["projected"] > 0)
-        metrics |= {
-            "projected_fraction": mean(stats["projected"], counted),
-            **spread("kl_after", stats["kl_after"], counted),
-            "sequence_kl_after": sequence_mean(stats["kl_after"], counted),
-            "regression": mean(stats["regression"], counted),
-            "mix": mean(stats["mix"], counted),
-            "solver_steps/mean": mean(stats["solver_steps"], active),
-            "solver_steps/max": largest(stats["solver_steps"], active),
-            "unconverged_tokens": (counted & (stats["unconverged"] > 0)).sum(),
-        }
+        metrics["projected_fraction"] = metrics.pop("projected")
+        metrics["sequence_kl_after"] = sequence_mean(stats["kl_after"], counted)
+        metrics["solver_steps/mean"] = mean(stats["solver_steps"], active)
+        metrics["solver_steps/max"] = largest(stats["solver_steps"], active)
+        metrics["unconverged_tokens"] = (counted & (stats["unconverged"] > 0)).sum()
+        del metrics["solver_steps"], metrics["unconverged"]  # their means over all tokens say nothing
     return metrics

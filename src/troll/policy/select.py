@@ -67,8 +67,9 @@ def select(
 
 def _sampled_first(ids: Tensor, keep: Tensor, sampled: Tensor) -> Tensor:
     """Move the sampled token to slot 0; if it was not kept it pushes the others back, the last one out when full."""
-    kept = torch.where(keep, ids, -1)
-    others = torch.where(kept == sampled[:, None], -1, kept)
-    order = (others < 0).to(torch.int8).argsort(dim=-1, stable=True)  # unused slots last
-    others = others.gather(-1, order)
-    return torch.cat([sampled[:, None], others], dim=-1)[:, : ids.shape[-1]]
+    kept = torch.where(keep, ids, -1)  # a prefix of the ids
+    K = ids.shape[-1]
+    here = kept == sampled[:, None]
+    place = torch.where(here.any(-1), here.to(torch.int8).argmax(-1), K)[:, None]
+    behind = torch.cat([sampled[:, None], kept[:, :-1]], dim=-1)
+    return torch.where(torch.arange(K, device=ids.device) <= place, behind, kept)

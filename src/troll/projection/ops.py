@@ -27,7 +27,7 @@ def _path(proposal: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     is outside the family and has d = 0. A row without any token is replaced by a one-hot one.
     """
     log_old = old.to(solver_dtype(old))
-    empty = (log_old == -torch.inf).all(-1)
+    empty = log_old.amax(-1) == -torch.inf
     log_old = torch.cat([torch.where(empty, 0.0, log_old[:, 0])[:, None], log_old[:, 1:]], dim=-1).log_softmax(-1)
     floored = torch.where(proposal == -torch.inf, LOG_FLOOR, proposal.to(log_old.dtype))
     return log_old, torch.where(log_old == -torch.inf, 0.0, floored - log_old)
@@ -41,8 +41,8 @@ def project_rows(
     log_old, d = _path(proposal, old)
     bound = kl_bound.to(log_old.dtype)
     kl_full = token_kl((log_old + d).log_softmax(-1), log_old)
-    shared = (old > -torch.inf) & (proposal > -torch.inf)
-    disjoint = ~shared.any(-1) & (old > -torch.inf).any(-1)
+    shared = torch.minimum(old, proposal).amax(-1) > -torch.inf
+    disjoint = ~shared & (old.amax(-1) > -torch.inf)
     kl_before = torch.where(disjoint, torch.inf, kl_full)
     active = kl_before > bound
     anchored = active & (disjoint | (bound == 0))  # no way to go, or nowhere to go: the old policy itself

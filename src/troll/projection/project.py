@@ -81,8 +81,9 @@ def project_normalised(proposal: Tensor, old: Tensor, kl_bound: float | Tensor, 
     require_choice("solver", solver, tuple(SOLVERS))
     bound = _bound(kl_bound, proposal)
     outside = (old == -torch.inf) & (proposal > -torch.inf)
-    lost = torch.where(outside, proposal.detach(), -torch.inf).exp().sum(-1)
+    lost = torch.zeros_like(proposal[..., 0]).detach()
     if torch.compiler.is_compiling() or bool(outside.any()):
+        lost = torch.where(outside, proposal.detach(), -torch.inf).exp().sum(-1)
         proposal = _leave_out(proposal, outside)
     K = proposal.shape[-1]
     projected, mix, kl_before, kl_after, iterations, converged = project_rows(
