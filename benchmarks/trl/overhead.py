@@ -53,7 +53,8 @@ def build(options: argparse.Namespace, arm: str, folder: str) -> Any:
             return result
 
     if options.model == "tiny":
-        model, tokenizer = tiny_models.build("dense")
+        sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers}
+        model, tokenizer = tiny_models.build("dense", **sizes, intermediate_size=2 * options.hidden)
     else:
         dtype = torch.float32 if options.cpu else torch.bfloat16
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
@@ -141,6 +142,9 @@ def main() -> None:
     """Take turns, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="'tiny', a folder, or a hub name")
+    parser.add_argument("--hidden", type=int, default=32, help="width of 'tiny'")
+    parser.add_argument("--layers", type=int, default=2, help="layers of 'tiny'")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--batch", type=int, default=8, help="completions per update")
     parser.add_argument("--length", type=int, default=64, help="tokens per completion")
     parser.add_argument("--rollouts", type=int, default=3, help="of 8 updates each, per run; the first is not counted")
@@ -156,9 +160,10 @@ def main() -> None:
     if options.arm:
         print("RESULT " + json.dumps(measure(options, options.arm)))
         return
-    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    arms = options.arms
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for repeat in range(options.repeats):
-        for arm in ARMS[repeat % 3 :] + ARMS[: repeat % 3]:
+        for arm in arms[repeat % len(arms) :] + arms[: repeat % len(arms)]:
             command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
             done = subprocess.run(command, capture_output=True, text=True)
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -182,7 +187,9 @@ def main() -> None:
         print(f"| {arm} | " + " | ".join(cells) + " |")
     if options.output:
         entry = {
-            "model": Path(options.model).name,
+            "model": f"tiny, {options.layers} x {options.hidden}"
+            if options.model == "tiny"
+            else Path(options.model).name,
             "batch": options.batch,
             "length": options.length,
             "repeats": options.repeats,

@@ -393,11 +393,12 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
     "dapo, floor of few": {"loss_type": "dapo", "tail": "floor", "max_support": 200, "tail_mass": 0.1},
     "grpo by sequence": {"loss_type": "grpo", **SEQUENCE},
     "bnpo, accumulated": {"loss_type": "bnpo", "gradient_accumulation_steps": 2},
-    "dr_grpo, accumulated, floor by sequence": {
+    "dr_grpo, accumulated, floor by sequence at temperature 0.7": {
         "loss_type": "dr_grpo",
         "gradient_accumulation_steps": 2,
         "tail": "floor",
         "max_support": 128,
+        "temperature": 0.7,
         **SEQUENCE,
     },
     "luspo by sequence": {"loss_type": "luspo", **SEQUENCE},

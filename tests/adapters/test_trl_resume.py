@@ -249,13 +249,11 @@ def test_a_rollout_of_another_temperature_is_generated_again(tmp_path: Path) -> 
     assert logged(second, "troll/kl_before/max")[2] < 1e-9
 
 
-@pytest.mark.xfail(strict=True, reason="what the batches hold for a reference is not compared: KeyError in TRL's loss")
 def test_a_rollout_without_a_reference_is_generated_again_where_one_is_needed(tmp_path: Path) -> None:
     second = resume(tmp_path, interrupt(tmp_path, 2, lora=True), lora=True, beta=0.1)
     assert len(logged(second, "kl")) == 6  # every update after the checkpoint
 
 
-@pytest.mark.xfail(strict=True, reason="the place in an order is restored where there is none: AttributeError")
 def test_a_run_that_shuffled_may_go_on_in_order(tmp_path: Path) -> None:
     second = resume(tmp_path, interrupt(tmp_path, 2), shuffle_dataset=False)
     assert max(logged(second, "troll/kl_after/max")) <= 0.05 * (1 + 1e-5)

@@ -289,7 +289,6 @@ def test_the_temperature_of_the_sampler_is_that_of_the_policies(tmp_path: Path) 
     assert {old.temperature for old in output["troll_old_policy"]} == {0.7}
 
 
-@pytest.mark.xfail(strict=True, reason="what the batches hold for a correction is not compared: KeyError in TRL's loss")
 def test_a_rollout_without_a_correction_is_generated_again_where_one_is_needed(tmp_path: Path) -> None:
     """A run that began with generation by transformers and goes on with vLLM, in the middle of a rollout."""
     saves = {"save_strategy": "steps", "save_steps": 2}

@@ -54,7 +54,8 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     def resume(self, state: Tensor) -> None:
         """Go on from a saved state."""
-        self.stock.generator.set_state(state)
+        if self.stock.shuffle:
+            self.stock.generator.set_state(state)
 
 
 def save(path: Path, batches: list[dict[str, Any]], facts: dict[str, float], sampler: Tensor | None = None) -> None:

@@ -244,6 +244,8 @@ class TROLLTrainer(GRPOTrainer):
             "processes": self.accelerator.num_processes,
             "temperature": self.temperature,
             "old_policy": int(self._needs_old_policy),
+            "reference": int(self.beta != 0),
+            "correction": int(self.use_vllm and self.vllm_importance_sampling_correction),
         }
 
 
