@@ -74,6 +74,7 @@ def save(path: Path, batches: list[dict[str, Any]], facts: dict[str, float], sam
             else:
                 plain[name] = value
     about = {"facts": facts, "batches": len(batches), "plain": plain}
+    path.parent.mkdir(parents=True, exist_ok=True)  # another process may not have made it yet
     save_file(tensors, path, metadata={"troll": json.dumps(about)})
 
 
