@@ -39,9 +39,9 @@ def check_dropout(model: torch.nn.Module, args: TROLLConfig) -> None:
     if args.trust_region != "troll":
         return
     for name, module in model.named_modules():
-        names = ("p",) if isinstance(module, torch.nn.Dropout) else ("attention_dropout", "dropout")
+        names = ["p"] if isinstance(module, torch.nn.Dropout) else [key for key in vars(module) if "drop" in key]
         for key in names:
-            value = getattr(module, key, 0.0)
+            value = getattr(module, key)
             if isinstance(value, float) and value > 0:
                 raise InputError(
                     f"a model with dropout ({name}.{key}={value})",
