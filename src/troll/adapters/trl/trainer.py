@@ -19,7 +19,7 @@ from troll.adapters.trl.config import TROLLConfig
 from troll.adapters.trl.estimators import check_rewards, estimate
 from troll.adapters.trl.passes import Constrain, RecordOld
 from troll.adapters.trl.scoring import Pass, Scorer
-from troll.objective import Aggregation, aggregate, summarise
+from troll.objective import Aggregation, TokenStats, aggregate, summarise
 
 logger = get_logger(__name__)
 
@@ -107,7 +107,7 @@ class TROLLTrainer(GRPOTrainer):
                 loss = super()._compute_loss(model, inputs)
             if step.regression is not None:
                 loss = loss + self.args.regression_coef * self._aggregate(step.regression, mask, inputs)
-            self._report(step)
+            self._report(step, inputs)
         if self.args.trust_region != "clip":  # always zero without a clip
             for name in [name for name in self._metrics[self._mode] if name.startswith("clip_ratio/")]:
                 del self._metrics[self._mode][name]
@@ -179,15 +179,26 @@ class TROLLTrainer(GRPOTrainer):
         gathered: Tensor = self.accelerator.gather(padded)
         return gathered
 
-    def _report(self, step: Constrain) -> None:
+    def _report(self, step: Constrain, inputs: dict[str, Any]) -> None:
         """Metrics over the tokens of all processes."""
         assert step.stats is not None
-        *stats, counted = self._gather(step.stats).unbind(-1)
-        metrics = summarise(dict(zip(step.names, stats, strict=True)), counted > 0)
+        *columns, counted = self._gather(step.stats).unbind(-1)
+        stats = dict(zip(step.names, columns, strict=True))
+        self.observe_tokens(stats, counted > 0, inputs)
+        metrics = summarise(stats, counted > 0)
         dtype = step.stats.dtype
         values = torch.stack([x.to(dtype) for x in metrics.values()]).tolist()
         for name, value in zip(metrics, values, strict=True):
             self._metrics[self._mode][f"troll/{name}"].append(value)
+
+    def observe_tokens(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
+        """What happened to every token of a forward pass; to be overridden, does nothing here.
+
+        Args:
+            stats: [B, T] numbers per token by name (``troll.objective.token_stats``), of all processes one after another.
+            counted: [B, T] which of them count.
+            inputs: the batch of this process as TRL has it.
+        """
 
     def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
         """As TRL, which averages over forward passes; of our extremes the extreme, of our counts the sum."""

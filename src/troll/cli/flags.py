@@ -1,0 +1,182 @@
+"""The flags of ``troll train``: the run's own, TROLL's and all of TRL's; on the command line or in a YAML file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+from trl import ModelConfig
+
+from troll.adapters.trl import TROLLConfig
+from troll.errors import InputError
+from troll.training.settings import RunSettings
+
+SHOWN = {  # what --help shows
+    "what to run": tuple(field.name for field in dataclasses.fields(RunSettings)),
+    "the trust region": (
+        *("trust_region", "kl_bound", "regression_coef", "max_support", "tail", "advantage_estimator", "measure_kl"),
+    ),
+    "training, as in TRL": (
+        *("learning_rate", "max_steps", "num_train_epochs", "updates_per_generation", "num_generations"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length", "temperature"),
+        *("eval_steps", "save_steps", "report_to", "run_name", "seed", "bf16", "use_peft", "use_vllm"),
+    ),
+    "more": ("config", "help", "help_all"),
+}
+_OWN = ("config", "resume", "dry_run", "run_name", "output_dir")  # not part of what a run is
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """The description as it is written, and the default of every flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        told = action.default is not None and action.default is not False and action.default != []
+        return f"{action.help} (default: %(default)s)" if told else str(action.help)
+
+
+_STYLE: dict[str, Any] = {"formatter_class": _Help, "allow_abbrev": False, "add_help": False}
+
+
+class _Parser(HfArgumentParser):
+    """Raises what argparse would print."""
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence."""
+        raise InputError(f"flags that cannot be used ({message})", "flags of this command", f"{self.prog} --help")
+
+
+class Flags:
+    """What was said on the command line and in the YAML file it names."""
+
+    def __init__(self, argv: Sequence[str], prog: str = "troll train", description: str = "", extra: Any = ()) -> None:
+        self.parser = _Parser(
+            [*extra, RunSettings, TROLLConfig, ModelConfig],
+            prog=prog,
+            usage=f"{prog} [flags]",
+            description=description,
+            **_STYLE,
+        )
+        self.parser.add_argument("--config", help="A YAML file of flags; those on the command line go before it.")
+        self.parser.add_argument("-h", "--help", action="store_true", help="Show the flags that matter most.")
+        self.parser.add_argument("--help_all", "--help-all", action="store_true", help="Show all flags, TRL's too.")
+        self._stock = vars(self.parser.parse_args([]))
+        self._tokens = list(argv)
+        first = self._parse(self._tokens)
+        self.wants_help = first.help or first.help_all
+        self._show_all = first.help_all
+        if first.config is not None:
+            self._tokens = [*self._from_file(Path(first.config)), *self._tokens]
+        heads = {token.split("=")[0] for token in self._tokens}
+        self.said = {action.dest for action in self.parser._actions if heads & set(action.option_strings)}
+
+    def run(self) -> RunSettings:
+        """The part that says what to run."""
+        settings: RunSettings = self._make(RunSettings, self._parse(self._tokens))
+        return settings
+
+    def own(self, kind: Any) -> Any:
+        """The flags of a dataclass that was given as ``extra``."""
+        return self._make(kind, self._parse(self._tokens))
+
+    def value(self, name: str, default: Any) -> Any:
+        """Of one flag, if it was given."""
+        return getattr(self._parse(self._tokens), name) if name in self.said else default
+
+    def configs(self, defaults: dict[str, Any], output_dir: str) -> tuple[TROLLConfig, ModelConfig]:
+        """The settings of TROLL and TRL, and of the model, with these defaults for what was not said."""
+        self.parser.set_defaults(**defaults)
+        namespace = self._parse(self._tokens)
+        namespace.output_dir = output_dir
+        return self._make(TROLLConfig, namespace), self._make(ModelConfig, namespace)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every flag whose value is not TRL's or TROLL's own default, for ``config.yaml``."""
+        values = vars(self._parse(self._tokens))
+        return {
+            name: _plain(value) for name, value in values.items() if value != self._stock[name] and name not in _OWN
+        }
+
+    def help(self, defaults: dict[str, Any]) -> str:
+        """The flags that matter most, with these defaults; or all."""
+        if self._show_all:
+            return str(self.parser.format_help())
+        self.parser.set_defaults(**defaults)
+        short = _Parser([], usage=self.parser.usage, description=self.parser.description, **_STYLE)
+        actions = {action.dest: action for action in reversed(self.parser._actions)}  # the first of a name
+        for title, names in SHOWN.items():
+            group = short.add_argument_group(title)
+            for action in (actions[name] for name in names if name in actions):
+                written = [x for x in action.option_strings if "-" not in x[2:]]
+                is_switch = action.nargs == "?" or action.nargs == 0
+                metavar = None if action.choices else "" if is_switch else action.dest.split("_")[-1].upper()
+                group.add_argument(
+                    *written, help=action.help, default=action.default, choices=action.choices,
+                    **({"action": "store_true"} if is_switch else {"metavar": metavar}),
+                )  # fmt: skip
+        return str(short.format_help())
+
+    def _parse(self, tokens: list[str]) -> argparse.Namespace:
+        namespace: argparse.Namespace
+        namespace, rest = self.parser.parse_known_args(tokens)
+        if rest:
+            self._unknown(next((x for x in rest if x.startswith("--")), rest[0]), "on the command line")
+        return namespace
+
+    def _make(self, kind: Any, namespace: argparse.Namespace) -> Any:
+        names = {field.name for field in dataclasses.fields(kind) if field.init}
+        try:
+            return kind(**{name: value for name, value in vars(namespace).items() if name in names})
+        except InputError:
+            raise
+        except (ValueError, TypeError, ImportError) as error:  # TRL's own checks
+            sentence = " ".join(str(error).split())
+            raise InputError(f"settings that TRL refuses ({sentence})", "others", "changing what it names") from error
+
+    def _from_file(self, path: Path) -> list[str]:
+        """A YAML file as flags, so that they are checked as flags are."""
+        expected = "a YAML file with one flag per line, such as 'kl_bound: 0.02'"
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(
+                f"--config {path}, which cannot be read ({error.strerror})", expected, "its path"
+            ) from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            sentence = " ".join(str(error).split())
+            raise InputError(f"--config {path}, which is not YAML ({sentence})", expected, "correcting it") from None
+        if not isinstance(values, dict):
+            raise InputError(f"--config {path} with a {type(values).__name__} in it", expected, "'flag: value' lines")
+        known = {action.dest: action for action in self.parser._actions}
+        tokens = []
+        for name, value in values.items():
+            if name not in known:
+                self._unknown(f"--{name}", f"in {path}")
+            if isinstance(value, list):
+                tokens += [f"--{name}", *(str(x) for x in value)] if value else []
+            elif isinstance(value, bool):
+                tokens += [f"--{name}={str(value).lower()}"]
+            elif value is not None:
+                tokens += [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
+        return tokens
+
+    def _unknown(self, flag: str, where: str) -> NoReturn:
+        names = [x for action in self.parser._actions for x in action.option_strings if x.startswith("--")]
+        close = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=2)
+        hint = " or ".join(close) if close else f"{self.parser.prog} --help_all"
+        raise InputError(f"the unknown flag {flag} {where}", "a flag of this command or of TRL's GRPOConfig", hint)
+
+
+def _plain(value: Any) -> Any:
+    """As YAML writes it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -1,0 +1,207 @@
+"""``troll train``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from troll.cli.flags import Flags
+from troll.errors import InputError
+from troll.runs import Run, check_run_name, free_run_name
+from troll.runs.folder import CONFIG
+from troll.training.settings import DEFAULT_MODEL, RunSettings, defaults
+
+DESCRIPTION = """\
+Fine-tune a language model on a task with verifiable rewards, with a trust region in place of PPO's clip.
+
+  troll train                                              SmolLM2-135M on short sums, on a CPU, in minutes
+  troll train --trust_region clip                          the same under PPO's clip
+  troll train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
+  troll train --task gym:gcd --task_options max_value=20   any task of reasoning-gym
+  troll train --task my_task.py                            your own prompts and reward
+  troll train --config my.yaml --kl_bound 0.02             flags from a file, some of them changed
+  troll train --dry_run                                    the settings, memory and time, and nothing else
+  troll train --resume arithmetic-troll                    go on with a run that was interrupted
+  accelerate launch -m troll train …                       on several GPUs
+
+A run is a folder below --runs_dir: metrics.jsonl, config.yaml, the model, report.html. Ctrl-C ends it with a
+checkpoint.
+Rollouts are used for several updates; with one, no trust region has anything to do.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train, or say what training would be."""
+    flags = Flags(argv, description=DESCRIPTION)
+    if flags.wants_help:
+        print(flags.help(defaults(DEFAULT_MODEL, {}, has_gpu())), end="")
+        return 0
+    settings = flags.run()
+    resumes = settings.resume is not None
+    folder = None
+    if resumes:
+        folder, flags = _resumed(flags, settings)
+        settings = flags.run()
+    quiet()
+    from troll.training.run import execute
+
+    plan = _plan(flags, settings, folder, f"troll train {shlex.join(argv)}".strip())
+    console = Console(stderr=False)
+    if settings.dry_run:
+        return _dry_run(plan, console)
+    if plan.args.process_index == 0:
+        console.print(f"{plan.task.name}: {plan.task.description}", highlight=False)
+        console.print(f"{plan.model} → {plan.folder}", highlight=False)
+    finished = execute(plan, console)
+    if plan.args.process_index == 0:
+        _conclude(finished, settings, console)
+    return 0
+
+
+def check(argv: Sequence[str]) -> None:
+    """Raise if these flags cannot be."""
+    flags = Flags(argv)
+    if flags.wants_help:
+        return
+    settings = flags.run()
+    options_of(settings.task_options)
+    flags.configs(defaults(settings.model, {}, has_gpu()), "unused")
+
+
+def has_gpu() -> bool:
+    """Whether there is anything faster than a CPU."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def quiet() -> None:
+    """Leave the terminal to what a run has to say."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import datasets
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def options_of(pairs: Sequence[str]) -> Mapping[str, Any]:
+    """``key=value`` with values as YAML reads them.
+
+    >>> options_of(["digits=2", "operations=+-"])
+    {'digits': 2, 'operations': '+-'}
+    """
+    options = {}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found or not key:
+            raise InputError(f"the task option {pair!r}", "key=value", "--task_options digits=2")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:
+            read = None
+        options[key] = read if isinstance(read, (int, float, str)) else value
+    return options
+
+
+def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags]:
+    """The folder of a run and the flags it was started with."""
+    more = flags.said - {"resume", "runs_dir", "config"}
+    if more or "config" in flags.said:
+        given = ", ".join(f"--{name}" for name in sorted(more | (flags.said & {"config"})))
+        raise InputError(f"--resume with {given}", "the settings the run was started with", "--resume alone")
+    assert settings.resume is not None
+    here = Path(settings.resume)
+    folder = here if here.is_dir() else Path(settings.runs_dir) / check_run_name(settings.resume)
+    status = Run.open(folder).about["status"]
+    if status == "finished":
+        raise InputError(f"the run {folder} to go on with, which is finished", "a run that is not", "a new run")
+    from troll.training.run import checkpoint_of
+
+    checkpoint_of(folder)
+    return folder, Flags(["--config", str(folder / CONFIG)])
+
+
+def _plan(flags: Flags, settings: RunSettings, folder: Path | None, command: str) -> Any:
+    from troll.models import load_config, resolve_model
+    from troll.tasks import load_task
+    from troll.training.run import Plan
+
+    seed = flags.value("seed", defaults(settings.model, {}, has_gpu())["seed"])
+    task = load_task(
+        settings.task,
+        data=settings.data,
+        eval_data=settings.eval_data,
+        options=options_of(settings.task_options),
+        reward=settings.reward,
+        train_size=settings.train_size,
+        held_out_size=settings.held_out_size,
+        seed=seed,
+    )
+    resumes = folder is not None
+    name = flags.value("run_name", None)
+    if folder is None:
+        folder = new_folder(Path(settings.runs_dir), name, settings.task, flags.value("trust_region", "troll"))
+    args, model_config = flags.configs(defaults(settings.model, dict(task.settings), has_gpu()), str(folder))
+    args.run_name = folder.name
+    args.eval_on_start = args.eval_on_start and not resumes
+    path = resolve_model(settings.model)
+    load_config(path)
+    return Plan(
+        folder=folder,
+        model=settings.model,
+        model_path=path,
+        task=task,
+        args=args,
+        model_config=model_config,
+        config=flags.resolved(),
+        command=command,
+        save_model=settings.save_model,
+        resumes=resumes,
+    )
+
+
+def new_folder(root: Path, name: str | None, task: str, trust_region: str) -> Path:
+    """Where a new run goes: a name that was asked for must be free, another one is made so."""
+    if name is None:
+        plain = Path(task).stem if task.endswith(".py") else task
+        return root / free_run_name(root, f"{plain.replace(':', '-')}-{trust_region}")
+    folder = root / check_run_name(name)
+    if folder.exists():
+        raise InputError(
+            f"--run_name {name}, which {folder} has already", "a new name", f"--resume {name} to go on with it"
+        )
+    return folder
+
+
+def _dry_run(plan: Any, console: Console) -> int:
+    from troll.training.estimate import estimate
+
+    print(yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True), end="")
+    print(estimate(plan.args, plan.model_path, 0.0, plan.args.device))
+    return 0
+
+
+def _conclude(run: Run, settings: RunSettings, console: Console) -> None:
+    """What came of it, and what to do next."""
+    about = run.about
+    if about["status"] == "interrupted":
+        console.print(f"Interrupted, with a checkpoint. Go on with: troll train --resume {run.path}", highlight=False)
+        return
+    from troll.runs.summary import sentences
+
+    for sentence in sentences(run):
+        console.print(sentence, highlight=False, soft_wrap=True)
+    if settings.write_report:
+        from troll.report import write_report
+
+        console.print(f"Report: {write_report(run.path)}", highlight=False, soft_wrap=True)
+    sys.stdout.flush()

