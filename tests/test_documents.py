@@ -21,13 +21,16 @@ README = (ROOT / "README.md").read_text()
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+PYTORCH = (ROOT / "docs" / "pytorch.md").read_text()
 
 
-def test_the_worked_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
+def blocks(language: str, text: str = PYTORCH) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_worked_example_prints_what_the_page_shows(tmp_path: Path) -> None:
     """Copied and pasted into an empty folder; the numbers may differ in the last digit between machines."""
-    code = next(block for block in blocks("python") if "import troll" in block)
+    code = next(block for block in blocks("python") if "quickstart" in block or "for update in" in block)
     assert code.strip() == (ROOT / "examples" / "quickstart.py").read_text().split('"""\n\n', 1)[1].strip()
     (tmp_path / "example.py").write_text(code)
     run = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -38,8 +41,9 @@ def test_the_worked_example_prints_what_the_readme_shows(tmp_path: Path) -> None
     assert [x for x in printed if x != int(x)] == pytest.approx([x for x in shown if x != int(x)], abs=2e-3)
 
 
-def test_the_five_lines_of_the_readme() -> None:
-    lines = next(block for block in blocks("python") if "old_logits" in block and "import" not in block)
+@pytest.mark.parametrize("text", [README, PYTORCH])
+def test_the_five_lines(text: str) -> None:
+    lines = next(block for block in blocks("python", text) if "old_logits" in block and "import" not in block)
     torch.manual_seed(0)
     logits = torch.randn(2, 5, 40, requires_grad=True)
     names = {

@@ -139,7 +139,7 @@ RUN_FIGURES: dict[str, Entry] = {
     "kl": Entry(
         kl,
         "How far tokens move",
-        "One column per update, up to its largest token; darker where more tokens are. "
+        "One column per update, up to its largest token; stronger in colour where more tokens are. "
         "Strokes on the axis: a new rollout, where the KL starts again from 0.",
         FULL,
     ),

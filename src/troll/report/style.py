@@ -183,7 +183,7 @@ def mark_level(ax: Axes, y: float) -> None:
 def mark_starts(ax: Axes, starts: Sequence[float]) -> None:
     """Short strokes on the x axis where a new rollout begins, if they can be told apart."""
     if 1 < len(starts) <= 130:
-        vertices = [(x, y) for x in starts for y in (-0.03, 0.0)]
+        vertices = [(x, y) for x in starts for y in (-0.02, 0.0)]
         codes = [Path.MOVETO, Path.LINETO] * len(starts)
         stroke = PathPatch(Path(vertices, codes), transform=ax.get_xaxis_transform(), facecolor="none", clip_on=False)
         stroke.set(edgecolor=colour("rule"), linewidth=0.9)

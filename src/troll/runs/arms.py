@@ -1,0 +1,39 @@
+"""The ways to keep an update close to the old policy that are compared with one another, and their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ARMS: dict[str, dict[str, Any]] = {
+    "troll": {"trust_region": "troll"},
+    "clip": {"trust_region": "clip", "epsilon": 0.2},
+    "clip-higher": {"trust_region": "clip", "epsilon": 0.2, "epsilon_high": 0.28},
+    "gspo": {
+        "trust_region": "clip",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "none": {"trust_region": "none"},
+}
+"""PPO's clip, DAPO's higher upper clip, GSPO's clip of the sequence's ratio, each with the settings of its authors."""
+
+
+def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """The arm that a run's settings amount to, and what to call it in a figure."""
+    region, level = settings["trust_region"], settings.get("importance_sampling_level", "token")
+    by_sequence = level == "sequence"
+    if region == "none":
+        return ("custom" if by_sequence else "none"), "no trust region" + (", sequence ratio" if by_sequence else "")
+    if region == "troll":
+        label = f"TROLL, KL ≤ {settings['kl_bound']:g}"
+        return ("custom" if by_sequence else "troll"), label + (", sequence ratio" if by_sequence else "")
+    low, high = settings["epsilon"], settings.get("epsilon_high")
+    label = f"clip ±{low:g}" if high in (None, low) else f"clip −{low:g}, +{high:g}"
+    label = label.replace("clip", "GSPO clip") if by_sequence else label
+    for arm, given in ARMS.items():
+        mine = {"importance_sampling_level": "token", "epsilon_high": None} | given
+        if mine == {"trust_region": region, "importance_sampling_level": level, "epsilon": low, "epsilon_high": high}:
+            return arm, label
+    return "custom", label
