@@ -204,6 +204,7 @@ def write_evaluation(folder: Path) -> None:
     models = [
         {
             "label": label,
+            "path": "runs/x/model",
             "pass@1": interval(first),
             "pass@8": interval(second),
             "majority": interval(second - 0.05),

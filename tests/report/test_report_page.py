@@ -12,7 +12,7 @@ import pytest
 import report_cases as cases
 
 from troll.errors import InputError
-from troll.report import write_report
+from troll.report import words, write_report
 
 FIGURES = {"reward", "entropy", "kl", "constrained", "sequence_kl", "solver_steps", "ratio", "times", "loss"}
 FIGURES |= {"grad_norm", "learning_rate"}
@@ -86,6 +86,10 @@ def test_a_run_becomes_one_page_with_everything(folder, tmp_path):
     assert len(figures) == 2 * len(page.figures())
     assert figures[:2] == ["constrained.png", "constrained.svg"]
     assert all(path.stat().st_size > 1000 for path in (output.parent / "figures").iterdir())
+
+
+def test_the_evaluation_has_a_column_for_each_measure_and_nothing_else(page):
+    assert "modelpass@1pass@8majoritybefore" in page.text.replace(" ", "")
 
 
 def test_the_same_folder_gives_the_same_bytes(folder, tmp_path):
@@ -245,7 +249,8 @@ def test_a_comparison_has_its_table_and_verdicts(tmp_path):
         for verdict in measure["verdicts"]:
             between = f" between TROLL, KL ≤ 0.05 and {cases.LABELS[verdict['b']]}"
             said = verdict["says"] + (between if verdict["says"] == "no difference" else "")
-            assert f"{measure['label']} {said} {verdict['because']}" in page.text
+            gap, low, high = (words.digits(verdict[key]) for key in ("difference", "low", "high"))
+            assert f"{said} {gap}, from {low} to {high}: {verdict['because']}" in page.text
     assert "Held-out accuracy, end: TROLL is better than clip ±0.2; TROLL is better than no trust region." in page.text
     assert [f"{label}, seed 0" in page.text for label in ("TROLL, KL ≤ 0.05", "clip ±0.2", "no trust region")] == [
         True
@@ -258,12 +263,13 @@ def test_a_comparison_has_its_table_and_verdicts(tmp_path):
 def test_a_comparison_in_progress_says_what_is_missing(tmp_path):
     folder = cases.write_comparison(tmp_path / "compare", ("troll", "clip"), updates=4)
     about = json.loads((folder / "comparison.json").read_text())
-    about["measures"] = []
+    about |= {"measures": [], "missing": ["clip-0", "clip-1", "clip-2"]}
     (folder / "comparison.json").write_text(json.dumps(about))
     for seed in (0, 1, 2):
         shutil.rmtree(folder / f"clip-{seed}")
     (folder / "troll-1" / "metrics.jsonl").unlink()
     page = report(folder)
     assert "clip ±0.2 (0 runs)" in page.text
+    assert "Not finished, and not in the numbers: clip-0, clip-1, clip-2." in page.text
     assert page.text.count("No measure has been computed yet.") == 2
     assert "TROLL, KL ≤ 0.05, seed 0" in page.text

@@ -81,7 +81,7 @@ def test_options_come_as_strings_too():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"options": {"digit": 2}}, "digit=2 of arithmetic; expected: digits=1, operations='\\+-', shots=2"),
+        ({"options": {"digit": 2}}, "digit=2 of arithmetic; expected: digits=1, operations='\\+-', shots=1"),
         ({"options": {"digits": "two"}}, "digits='two' of arithmetic; expected: int, e.g. 1"),
         ({"options": {"digits": 1.5}}, "expected: int"),
         ({"options": {"digits": True}}, "expected: int"),

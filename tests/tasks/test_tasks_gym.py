@@ -50,6 +50,15 @@ def test_sets_do_not_overlap_and_only_training_depends_on_the_seed():
         assert not questions(task.train) & questions(task.held_out)
 
 
+def test_problems_are_the_same_in_every_run():
+    first = load_task("gym:polynomial_multiplication", train_size=4, held_out_size=2)  # depends on the order of a set
+    again = load_task("gym:polynomial_multiplication", train_size=4, held_out_size=2)
+    assert first.train[:] == again.train[:]
+    assert first.held_out[:] == again.held_out[:]
+    right = first.train["answer"][:]
+    assert score(first, [f"<answer>{a}</answer>" for a in right]) == [1.0] * 4
+
+
 def test_an_answer_that_is_code_runs_in_the_sandbox_only(tmp_path):
     task = load_task("gym:spiral_matrix", train_size=2, held_out_size=2)  # its score calls eval on the answer
     right = task.train["answer"][0]
@@ -78,6 +87,8 @@ def test_an_answer_that_takes_for_ever_earns_nothing(monkeypatch):
     [
         ("gym:gdc", {}, "'gym:gdc'; expected: one of reasoning-gym's \\d+ names; try: gym:gcd"),
         ("gym:", {}, "'gym:'"),
+        ("gym:composite", {}, "gym:composite with no options .*Must specify"),
+        ("gym:rush_hour", {"options": {"shots": 1}, "train_size": 1, "held_out_size": 1}, "knows no right answers"),
         (
             "gym:gcd",
             {"options": {"max_valu": 3}},

@@ -205,6 +205,17 @@ def test_results_of_numpy_and_torch_become_numbers(reward):
     assert run(task, list("abcd")) == [0.5, 2.0, 1.0, None]
 
 
+def test_an_object_that_can_be_called_is_a_reward_too(write):
+    path = write(
+        "class Half:\n    def __call__(self, completions, **c): return [0.5 for _ in completions]\nhalf = Half()"
+    )
+    task = load_task("arithmetic", reward=[f"{path}:half"])
+    assert run(task, ["a"]) == [0.5]
+    assert task.reward_funcs[0].__name__ == "Half"
+    with pytest.raises(InputError, match=r"the reward Half, a type; expected: a function"):
+        load_task("arithmetic", reward=[f"{path}:Half"])
+
+
 def test_an_async_reward_stays_async(reward):
     task = reward("return [1 / len(text) for text in completions]", start="async def")
     assert asyncio.run(run(task, ["ab"])) == [0.5]

@@ -12,10 +12,12 @@ from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig
 
 from troll.adapters.trl import TROLLConfig
 from troll.errors import InputError
+from troll.runs.summary import one_line
 from troll.training.settings import RunSettings
 
 SHOWN = {  # what --help shows
@@ -67,6 +69,8 @@ class Flags:
         self.parser.add_argument("-h", "--help", action="store_true", help="Show the flags that matter most.")
         self.parser.add_argument("--help_all", "--help-all", action="store_true", help="Show all flags, TRL's too.")
         self._stock = vars(self.parser.parse_args([]))
+        self._actions = {action.dest: action for action in reversed(self.parser._actions)}  # the first of a name
+        self._defaults: dict[str, Any] = {}
         self._tokens = list(argv)
         first = self._parse(self._tokens)
         self.wants_help = first.help or first.help_all
@@ -91,17 +95,17 @@ class Flags:
 
     def configs(self, defaults: dict[str, Any], output_dir: str) -> tuple[TROLLConfig, ModelConfig]:
         """The settings of TROLL and TRL, and of the model, with these defaults for what was not said."""
+        self._defaults = dict(defaults)
         self.parser.set_defaults(**defaults)
         namespace = self._parse(self._tokens)
         namespace.output_dir = output_dir
         return self._make(TROLLConfig, namespace), self._make(ModelConfig, namespace)
 
     def resolved(self) -> dict[str, Any]:
-        """Every flag whose value is not TRL's or TROLL's own default, for ``config.yaml``."""
+        """Every flag that was said, or has another default here than in TRL or TROLL, for ``config.yaml``."""
         values = vars(self._parse(self._tokens))
-        return {
-            name: _plain(value) for name, value in values.items() if value != self._stock[name] and name not in _OWN
-        }
+        decided = self.said | self._defaults.keys() | {name for name in values if values[name] != self._stock[name]}
+        return {name: _plain(values[name]) for name in values if name in decided and name not in _OWN}
 
     def help(self, defaults: dict[str, Any]) -> str:
         """The flags that matter most, with these defaults; or all."""
@@ -109,17 +113,14 @@ class Flags:
             return str(self.parser.format_help())
         self.parser.set_defaults(**defaults)
         short = _Parser([], usage=self.parser.usage, description=self.parser.description, **_STYLE)
-        actions = {action.dest: action for action in reversed(self.parser._actions)}  # the first of a name
         for title, names in SHOWN.items():
             group = short.add_argument_group(title)
-            for action in (actions[name] for name in names if name in actions):
+            for action in (self._actions[name] for name in names if name in self._actions):
                 written = [x for x in action.option_strings if "-" not in x[2:]]
                 is_switch = action.nargs == "?" or action.nargs == 0
-                metavar = None if action.choices else "" if is_switch else action.dest.split("_")[-1].upper()
-                group.add_argument(
-                    *written, help=action.help, default=action.default, choices=action.choices,
-                    **({"action": "store_true"} if is_switch else {"metavar": metavar}),
-                )  # fmt: skip
+                metavar = None if action.choices else action.dest.split("_")[-1].upper()
+                kind: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": metavar, "choices": action.choices}
+                group.add_argument(*written, help=action.help, default=action.default, **kind)
         return str(short.format_help())
 
     def _parse(self, tokens: list[str]) -> argparse.Namespace:
@@ -136,7 +137,7 @@ class Flags:
         except InputError:
             raise
         except (ValueError, TypeError, ImportError) as error:  # TRL's own checks
-            sentence = " ".join(str(error).split())
+            sentence = one_line(str(error))
             raise InputError(f"settings that TRL refuses ({sentence})", "others", "changing what it names") from error
 
     def _from_file(self, path: Path) -> list[str]:
@@ -149,21 +150,23 @@ class Flags:
                 f"--config {path}, which cannot be read ({error.strerror})", expected, "its path"
             ) from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            sentence = " ".join(str(error).split())
+            sentence = one_line(str(error))
             raise InputError(f"--config {path}, which is not YAML ({sentence})", expected, "correcting it") from None
         if not isinstance(values, dict):
             raise InputError(f"--config {path} with a {type(values).__name__} in it", expected, "'flag: value' lines")
-        known = {action.dest: action for action in self.parser._actions}
         tokens = []
-        for name, value in values.items():
-            if name not in known:
-                self._unknown(f"--{name}", f"in {path}")
-            if isinstance(value, list):
-                tokens += [f"--{name}", *(str(x) for x in value)] if value else []
-            elif isinstance(value, bool):
-                tokens += [f"--{name}={str(value).lower()}"]
-            elif value is not None:
-                tokens += [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
+        for key, value in values.items():
+            name = str(key).replace("-", "_")
+            if name not in self._actions:
+                self._unknown(f"--{key}", f"in {path}")
+            said = _as_tokens(self._actions[name], value)
+            try:
+                self._parse(said)
+            except InputError as error:
+                raise InputError(
+                    f"--config {path}, where {key} is {value!r}", _wanted(self._actions[name]), error.hint
+                ) from error
+            tokens += said
         return tokens
 
     def _unknown(self, flag: str, where: str) -> NoReturn:
@@ -171,6 +174,27 @@ class Flags:
         close = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=2)
         hint = " or ".join(close) if close else f"{self.parser.prog} --help_all"
         raise InputError(f"the unknown flag {flag} {where}", "a flag of this command or of TRL's GRPOConfig", hint)
+
+
+def _as_tokens(action: argparse.Action, value: Any) -> list[str]:
+    """A value of a YAML file as it is written on a command line."""
+    flag = f"--{action.dest}"
+    if value is None or value == []:
+        return []
+    if isinstance(value, list):
+        return [flag, *(str(x) for x in value)]
+    if isinstance(value, bool):  # to YAML, a plain no is false
+        words = ("false", "true") if action.type is string_to_bool or action.nargs == 0 else ("no", "yes")
+        return [f"{flag}={words[value]}"]
+    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def _wanted(action: argparse.Action) -> str:
+    """What a flag takes."""
+    if action.choices:
+        return " or ".join(map(str, action.choices))
+    kinds = {string_to_bool: "true or false", int: "a whole number", float: "a number"}
+    return ("a list: " if action.nargs == "+" else "") + kinds.get(action.type, "text")
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from troll.errors import InputError
+from troll.runs.summary import one_line
 
 COMMANDS = {
     "train": "fine-tune a model on a task with verifiable rewards",
@@ -38,6 +39,9 @@ Begin with
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0 if it did what was asked, 2 if it was asked for something that cannot be."""
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that has no arrow gets a question mark
     try:
         if command in ("-h", "--help", "help"):
             print(HELP.format(commands="\n".join(f"  {name:9}{what}" for name, what in COMMANDS.items())), end="")
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return int(_module(command).run(rest))
     except InputError as error:
-        print(f"troll: {error}", file=sys.stderr)
+        print(f"troll: {one_line(str(error))}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("troll"):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
 
+from troll.cli.arguments import existing_folder
 from troll.cli.flags import Flags
 from troll.errors import InputError
 from troll.runs import Run, check_run_name, free_run_name
 from troll.runs.folder import CONFIG
+from troll.runs.names import run_name_of
+from troll.runs.summary import sentences
 from troll.training.settings import DEFAULT_MODEL, RunSettings, defaults
 
 DESCRIPTION = """\
@@ -36,6 +38,8 @@ checkpoint.
 Rollouts are used for several updates; with one, no trust region has anything to do.
 """
 
+_MEASURED_PROMPTS = 64  # whose mean length stands for all
+
 
 def run(argv: Sequence[str]) -> int:
     """Train, or say what training would be."""
@@ -50,18 +54,23 @@ def run(argv: Sequence[str]) -> int:
         folder, flags = _resumed(flags, settings)
         settings = flags.run()
     quiet()
+    from troll.training.progress import say
     from troll.training.run import execute
 
     plan = _plan(flags, settings, folder, f"troll train {shlex.join(argv)}".strip())
-    console = Console(stderr=False)
+    main = plan.args.process_index == 0
     if settings.dry_run:
-        return _dry_run(plan, console)
-    if plan.args.process_index == 0:
-        console.print(f"{plan.task.name}: {plan.task.description}", highlight=False)
-        console.print(f"{plan.model} → {plan.folder}", highlight=False)
+        if main:
+            _dry_run(plan)
+        return 0
+    console = Console()
+    if main:
+        say(console, f"{plan.task.name}: {plan.task.description}")
+        say(console, f"{plan.model} → {plan.folder}")
     finished = execute(plan, console)
-    if plan.args.process_index == 0:
-        _conclude(finished, settings, console)
+    if main:
+        for line in _conclusion(finished, settings):
+            say(console, line)
     return 0
 
 
@@ -114,13 +123,12 @@ def options_of(pairs: Sequence[str]) -> Mapping[str, Any]:
 
 def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags]:
     """The folder of a run and the flags it was started with."""
-    more = flags.said - {"resume", "runs_dir", "config"}
-    if more or "config" in flags.said:
-        given = ", ".join(f"--{name}" for name in sorted(more | (flags.said & {"config"})))
+    more = flags.said - {"resume", "runs_dir"}
+    if more:
+        given = ", ".join(f"--{name}" for name in sorted(more))
         raise InputError(f"--resume with {given}", "the settings the run was started with", "--resume alone")
     assert settings.resume is not None
-    here = Path(settings.resume)
-    folder = here if here.is_dir() else Path(settings.runs_dir) / check_run_name(settings.resume)
+    folder = existing_folder(settings.resume, settings.runs_dir, "a run")
     status = Run.open(folder).about["status"]
     if status == "finished":
         raise InputError(f"the run {folder} to go on with, which is finished", "a run that is not", "a new run")
@@ -146,16 +154,15 @@ def _plan(flags: Flags, settings: RunSettings, folder: Path | None, command: str
         held_out_size=settings.held_out_size,
         seed=seed,
     )
+    args, model_config = flags.configs(defaults(settings.model, dict(task.settings), has_gpu()), settings.runs_dir)
     resumes = folder is not None
-    name = flags.value("run_name", None)
     if folder is None:
-        folder = new_folder(Path(settings.runs_dir), name, settings.task, flags.value("trust_region", "troll"))
-    args, model_config = flags.configs(defaults(settings.model, dict(task.settings), has_gpu()), str(folder))
-    args.run_name = folder.name
+        name = flags.value("run_name", None)
+        folder = _agreed(args, lambda: new_folder(Path(settings.runs_dir), name, settings.task, args.trust_region))
+    args.output_dir, args.run_name = str(folder), folder.name
     args.eval_on_start = args.eval_on_start and not resumes
     path = resolve_model(settings.model)
-    load_config(path)
-    return Plan(
+    plan = Plan(
         folder=folder,
         model=settings.model,
         model_path=path,
@@ -167,13 +174,23 @@ def _plan(flags: Flags, settings: RunSettings, folder: Path | None, command: str
         save_model=settings.save_model,
         resumes=resumes,
     )
+    load_config(path, **plan.origin)
+    return plan
+
+
+def _agreed(args: Any, choose: Callable[[], Path]) -> Path:
+    """What the first process chooses: another one may look when the folder is already made."""
+    from accelerate.utils import broadcast_object_list
+
+    chosen = [choose() if args.process_index == 0 else None]
+    return broadcast_object_list(chosen)[0]  # type: ignore[no-any-return]
 
 
 def new_folder(root: Path, name: str | None, task: str, trust_region: str) -> Path:
     """Where a new run goes: a name that was asked for must be free, another one is made so."""
     if name is None:
         plain = Path(task).stem if task.endswith(".py") else task
-        return root / free_run_name(root, f"{plain.replace(':', '-')}-{trust_region}")
+        return root / free_run_name(root, run_name_of(f"{plain}-{trust_region}"))
     folder = root / check_run_name(name)
     if folder.exists():
         raise InputError(
@@ -182,26 +199,50 @@ def new_folder(root: Path, name: str | None, task: str, trust_region: str) -> Pa
     return folder
 
 
-def _dry_run(plan: Any, console: Console) -> int:
+def _dry_run(plan: Any) -> None:
+    """Print the settings, and what they need as comments: together a file for --config."""
+    print(yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True), end="")
+    print("\n".join(f"# {line}".rstrip() for line in f"\n{needs(plan)}".splitlines()))
+
+
+def needs(plan: Any) -> Any:
+    """What a run will need in memory and time: ``troll.training.estimate.Estimate``."""
+    from trl import get_peft_config
+
+    from troll.models import load_tokenizer
     from troll.training.estimate import estimate
 
-    print(yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True), end="")
-    print(estimate(plan.args, plan.model_path, 0.0, plan.args.device))
-    return 0
+    args, task = plan.args, plan.task
+    args.model_init_kwargs = {"dtype": plan.model_config.dtype, **(args.model_init_kwargs or {})}
+    return estimate(
+        args,
+        plan.model_path,
+        _prompt_tokens(task.train["prompt"][:_MEASURED_PROMPTS], load_tokenizer(plan.model_path, **plan.origin)),
+        args.device,
+        prompts=len(task.train),
+        held_out=len(task.held_out),
+        peft_config=get_peft_config(plan.model_config),
+    )
 
 
-def _conclude(run: Run, settings: RunSettings, console: Console) -> None:
+def _prompt_tokens(prompts: Sequence[Any], tokenizer: Any) -> float:
+    """Mean length of some prompts, plain or chat."""
+
+    def tokens(prompt: Any) -> int:
+        if isinstance(prompt, str):
+            return len(tokenizer(prompt)["input_ids"])
+        return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    return sum(map(tokens, prompts)) / len(prompts)
+
+
+def _conclusion(run: Run, settings: RunSettings) -> Iterator[str]:
     """What came of it, and what to do next."""
-    about = run.about
-    if about["status"] == "interrupted":
-        console.print(f"Interrupted, with a checkpoint. Go on with: troll train --resume {run.path}", highlight=False)
+    if run.about["status"] == "interrupted":
+        yield f"Interrupted, with a checkpoint. Go on with: troll train --resume {shlex.quote(str(run.path))}"
         return
-    from troll.runs.summary import sentences
-
-    for sentence in sentences(run):
-        console.print(sentence, highlight=False, soft_wrap=True)
+    yield from sentences(run)
     if settings.write_report:
         from troll.report import write_report
 
-        console.print(f"Report: {write_report(run.path)}", highlight=False, soft_wrap=True)
-    sys.stdout.flush()
+        yield f"Report: {write_report(run.path)}"

@@ -19,6 +19,9 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 """PPO's clip, DAPO's higher upper clip, GSPO's clip of the sequence's ratio, each with the settings of its authors."""
 
+OTHER_CLIPS = ("cispo", "sapo", "vespo")
+"""Losses of TRL that bound or reweigh the ratio in a way of their own."""
+
 
 def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     """The arm that a run's settings amount to, and what to call it in a figure."""
@@ -29,6 +32,8 @@ def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     if region == "troll":
         label = f"TROLL, KL ≤ {settings['kl_bound']:g}"
         return ("custom" if by_sequence else "troll"), label + (", sequence ratio" if by_sequence else "")
+    if settings.get("loss_type") in OTHER_CLIPS:
+        return "custom", f"TRL's {settings['loss_type']}"
     low, high = settings["epsilon"], settings.get("epsilon_high")
     label = f"clip ±{low:g}" if high in (None, low) else f"clip −{low:g}, +{high:g}"
     label = label.replace("clip", "GSPO clip") if by_sequence else label

@@ -63,10 +63,8 @@ class Run:
 
     def samples(self) -> list[Line]:
         """Completions with the KL of every token; of a step that was repeated after a resume, the last ones."""
-        lines = list(_lines(self.path / SAMPLES))
-        latest: dict[tuple[int, int], Line] = {}
-        for line in lines:
-            latest[line["step"], line.get("place", 0)] = line
+        lines = (line for line in _lines(self.path / SAMPLES) if "step" in line)
+        latest = {(line["step"], line.get("place", 0)): line for line in lines}
         return [latest[key] for key in sorted(latest)]
 
     def evaluation(self) -> Line | None:
@@ -101,7 +99,7 @@ class Comparison:
 def write_json(path: Path, value: Any) -> None:
     """Write a file whole or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.write_bytes(_encoded(value, indent=1))
     part.replace(path)
 
 
@@ -110,7 +108,13 @@ def append_line(path: Path, value: Line) -> None:
     with path.open("ab+") as file:
         if file.tell() and _last_byte(path) != b"\n":
             file.write(b"\n")
-        file.write(json.dumps(_finite(value), ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+        file.write(_encoded(value))
+
+
+def _encoded(value: Any, indent: int | None = None) -> bytes:
+    """Half of a surrogate pair, which UTF-8 has no bytes for, is escaped as JSON does it."""
+    text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def _last_byte(path: Path) -> bytes:

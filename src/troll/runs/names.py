@@ -21,6 +21,16 @@ def check_run_name(name: str) -> str:
     return name
 
 
+def run_name_of(text: str) -> str:
+    """The text as the name of a run may be: whatever else is in it becomes a dash.
+
+    >>> run_name_of("gym:gcd-troll"), run_name_of("_my task.py")
+    ('gym-gcd-troll', 'my-task.py')
+    """
+    plain = re.sub(r"[^A-Za-z0-9._+=-]+|\.\.+", "-", text).lstrip("._+=-")
+    return plain[:80] or "run"
+
+
 def free_run_name(root: Path, wanted: str) -> str:
     """``wanted``, or the first of ``wanted-2``, ``wanted-3``, … that does not exist yet."""
     name, number = check_run_name(wanted), 1

@@ -81,7 +81,8 @@ def compare(a: Sequence[float], b: Sequence[float], name: str, higher_is_better:
         because = f"all {len(gaps)} seeds differ by the same amount, so that nothing is known about their spread"
         return Verdict(difference, "no verdict", because)
     contains_zero = difference.low <= 0 <= difference.high
-    because = f"the 95 % interval of the difference, paired over {len(gaps)} seeds, {'contains' if contains_zero else 'leaves out'} 0"
+    has_it = "contains" if contains_zero else "leaves out"
+    because = f"the 95 % interval of the difference, paired over {len(gaps)} seeds, {has_it} 0"
     if contains_zero:
         return Verdict(difference, "no difference", because)
     better = (difference.mean > 0) == higher_is_better
@@ -89,9 +90,9 @@ def compare(a: Sequence[float], b: Sequence[float], name: str, higher_is_better:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that of ``k`` of the samples, drawn without putting back, at least one is right: 1 − C(n−c, k) / C(n, k).
+    """The chance that among ``k`` of the samples, each taken once at most, one is right: 1 − C(n−c, k) / C(n, k).
 
-    Over ``samples`` ≥ k independent ones its mean is the chance that k independent ones have a right one among them.
+    Over independent samples its mean is the chance that of k new ones at least one is right, whatever their number.
 
     >>> pass_at_k(4, 1, 2)
     0.5
@@ -133,7 +134,7 @@ def over_problems(values: Sequence[float]) -> Interval:
 
 
 def resampled(values: Sequence[float]) -> Interval:
-    """Mean with the 95 % percentile interval of its bootstrap; of differences, too, where the values are differences."""
+    """Mean with the 95 % percentile interval of its bootstrap; the values may be differences."""
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.size < 2:
         return Interval(float(numbers.mean()), None, None)

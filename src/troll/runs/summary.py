@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +20,7 @@ class Summary:
     reward_first: float | None
     reward_last: float | None
     """Sampled reward: of the first rollout, and the mean of the last three."""
+    rollouts: int
     held_out_first: float | None
     held_out_last: float | None
     projected: float | None
@@ -35,15 +39,17 @@ def summarise(run: Run) -> Summary:
     held_out = _column(evaluations, "eval_reward")
     after = _column(metrics, "troll/kl_after/max")
     settings = about["settings"]
+    bound = math.inf if settings["kl_bound"] is None else settings["kl_bound"]  # JSON has no infinity
     return Summary(
         reward_first=rewards[0] if rewards else None,
         reward_last=_mean(rewards[-ROLLOUTS_AVERAGED:]),
+        rollouts=len(rewards),
         held_out_first=held_out[0] if len(held_out) > 1 else None,
         held_out_last=held_out[-1] if held_out else None,
         projected=_mean(_column(metrics, "troll/projected_fraction")),
         kl_mean=_mean(_column(metrics, "troll/kl_before/mean")),
         kl_after_max=max(after) if after else None,
-        kl_bound=settings["kl_bound"] if settings["trust_region"] == "troll" else None,
+        kl_bound=bound if settings["trust_region"] == "troll" else None,
         seconds=about["seconds"],
     )
 
@@ -53,7 +59,8 @@ def sentences(run: Run) -> list[str]:
     s = summarise(run)
     said = []
     if s.reward_first is not None:
-        said.append(f"Reward {s.reward_first:.3f} → {s.reward_last:.3f} (first rollout, last {ROLLOUTS_AVERAGED}).")
+        last = min(s.rollouts, ROLLOUTS_AVERAGED)
+        said.append(f"Reward {s.reward_first:.3f} → {s.reward_last:.3f} (first rollout, mean of the last {last}).")
     if s.held_out_first is not None:
         said.append(f"Held-out reward {s.held_out_first:.3f} → {s.held_out_last:.3f}.")
     if s.projected is not None and s.kl_after_max is not None:
@@ -66,6 +73,16 @@ def sentences(run: Run) -> list[str]:
     elif s.kl_mean is not None:
         said.append(f"Mean token KL to the policy that made the rollout: {s.kl_mean:.4f}.")
     return said
+
+
+def one_line(text: str) -> str:
+    """The text without what could move the cursor, colour the terminal or begin another line.
+
+    >>> one_line("a\\x1b[31mb\\n c")
+    'a [31mb c'
+    """
+    plain = "".join("\n" if unicodedata.category(x)[0] == "C" or x in "\u2028\u2029" else x for x in text)
+    return re.sub(r"\s*\n\s*", " ", plain).strip()
 
 
 def _column(lines: list[Line], name: str) -> list[float]:

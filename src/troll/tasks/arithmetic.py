@@ -15,8 +15,8 @@ from datasets import Dataset
 from troll.errors import InputError
 from troll.tasks.task import Request, Row, Task, exact_match, first_line
 
-OPTIONS = {"digits": 1, "operations": "+-", "shots": 2}
-TRAIN_SIZE, HELD_OUT_SIZE = 1024, 100
+OPTIONS = {"digits": 1, "operations": "+-", "shots": 1}
+TRAIN_SIZE, HELD_OUT_SIZE = 1024, 64
 _HELD_OUT_SEED = 2510_03817  # of the worked examples; the problems themselves need none
 
 
@@ -57,7 +57,7 @@ def load(request: Request) -> Task:
     shown = f"{'one' if digits == 1 else f'up to {digits}'}-digit {' '.join(signs)}"
     return Task(
         name=request.name,
-        description=f"arithmetic, {shown}, {shots} worked examples; a quarter of the problems is held out",
+        description=f"arithmetic, {shown}, worked examples: {shots}; about a quarter of the problems is held out",
         train=_rows(train, request.train_size or TRAIN_SIZE, False, digits, signs, shots),
         held_out=_rows(fixed, request.held_out_size or HELD_OUT_SIZE, True, digits, signs, shots),
         reward_funcs=[exact_match],

@@ -20,7 +20,7 @@ from troll.tasks.conversation import Conversation, NoReply
 
 DEADLINE = 3.0  # seconds for an answer
 _WORKER = Path(__file__).with_name("checker_worker.py")
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_SAME = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 class CheckerError(InputError):
@@ -41,13 +41,13 @@ class Checker:
         self._lock = threading.Lock()
         self._conversation: Conversation | None = None
 
-    def ask(self, **question: Any) -> Any:
-        """The reply; None where the answer could not be checked in time or broke the check."""
+    def ask(self, seconds: float | None = None, **question: Any) -> Any:
+        """The reply; None where it did not come in time (``DEADLINE`` if not said), or the question broke the check."""
         with self._lock:
             if self._conversation is None:
                 self._conversation = self._start()
             try:
-                return self._conversation.ask(DEADLINE, **question)
+                return self._conversation.ask(DEADLINE if seconds is None else seconds, **question)
             except NoReply:
                 self._conversation.end()
                 self._conversation = None
@@ -66,8 +66,8 @@ class Checker:
 
 def _apart() -> tuple[list[str], dict[str, str]]:
     """Command and environment of a worker without a sandbox."""
-    keep = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
-    return [sys.executable, "-P", str(_WORKER)], {**keep, **_ONE_THREAD}
+    keep = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+    return [sys.executable, "-P", str(_WORKER)], {**keep, **_SAME}
 
 
 def _sandboxed(package: str) -> tuple[list[str], dict[str, str]]:
@@ -76,5 +76,5 @@ def _sandboxed(package: str) -> tuple[list[str], dict[str, str]]:
     if spec is None or spec.origin is None:
         raise InputError(f"no package {package}", "it", 'pip install "troll-rl[tasks]"')
     visible = {"/packages": Path(spec.origin).parent.parent, "/worker.py": _WORKER}
-    env = {"PYTHONPATH": "/packages", **_ONE_THREAD}
+    env = {"PYTHONPATH": "/packages", **_SAME}
     return sandbox.command([sandbox.python(), "-P", "/worker.py"], visible, env), {}

@@ -36,13 +36,20 @@ def math_checker() -> Callable[..., Any]:
     return check
 
 
-def gym_checker(maker: str, options: dict[str, Any], seeds: list[int]) -> Callable[..., Any]:
-    """The score that a maker of reasoning-gym gives to an answer to one of its problems."""
+def gym_checker(maker: str, settings: list[dict[str, Any]]) -> Callable[..., Any]:
+    """A maker of reasoning-gym: its problem of this seed and index, or the score it gives to an answer to it."""
     import reasoning_gym
 
-    makers = {seed: reasoning_gym.create_dataset(maker, seed=seed, size=2**31 - 1, **options) for seed in seeds}
+    makers = {given["seed"]: reasoning_gym.create_dataset(maker, **given) for given in settings}
     problem = functools.lru_cache(maxsize=4096)(lambda seed, index: makers[seed][index])
-    return lambda seed, index, answer: float(makers[seed].score_answer(answer, problem(seed, index)))
+
+    def check(seed: int, index: int, answer: str | None = None) -> Any:
+        entry = problem(seed, index)
+        if answer is None:
+            return {"question": entry["question"], "answer": str(entry["answer"] or "")}
+        return float(makers[seed].score_answer(answer, entry))
+
+    return check
 
 
 def main() -> None:

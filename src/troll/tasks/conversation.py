@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-START = 60.0  # seconds until a process that has not said "ready" counts as broken
+START = 120.0  # seconds until a process that has not said "ready" counts as broken
 _LONGEST = 1 << 20  # bytes of a reply
 
 

@@ -4,6 +4,9 @@ Without worked examples the model is asked to think and to put its answer in tag
 ``<answer>…</answer>``, and a completion without one earns 0. With ``shots=n``, n solved problems stand before the
 question as turns of the chat, and the whole reply is the answer: shorter, and within reach of small models.
 The score, from 0 to 1, is reasoning-gym's own.
+
+Problems are made where they are scored, in a process whose hashes do not change from run to run: some makers depend on
+the order of sets, and would make other problems each time.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import inspect
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -25,7 +29,8 @@ from troll.tasks.task import Request, Row, Task, text_of
 
 TRAIN_SIZE, HELD_OUT_SIZE = 1000, 100
 _HELD_OUT_SEED = 2510_03817
-_MISSES = 2000  # problems in a row that were seen before, until the maker counts as exhausted
+_MAKE = 120.0  # seconds to make a problem
+_AS_SHOWN = "Reply with the answer only, as in the examples."
 _RUNS_TEXT = re.compile(r"\b(eval|exec|parse_expr|sympify|__import__)\(")
 
 
@@ -39,7 +44,7 @@ def _makers() -> dict[str, Any]:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise InputError(
-            "a gym task without reasoning-gym", "the package", 'pip install "troll-rl[tasks]", or reasoning-gym'
+            "a gym task without reasoning-gym", "the package", 'pip install "troll-rl[gym]", or reasoning-gym'
         ) from error
     return dict(DATASETS)
 
@@ -55,23 +60,70 @@ def load(request: Request) -> Task:
     options = request.choose({"shots": 0, **_config_defaults(makers[maker][1])})
     shots = options.pop("shots")
     given = {key: value for key, value in options.items() if key in request.options}
-    _create(maker, given, 0)  # refuses options that do not fit together
-
     seed = random.Random(f"gym {request.seed}").getrandbits(31)  # a maker's neighbouring seeds share problems
+    fixed = _Source(_HELD_OUT_SEED, shots + (request.held_out_size or HELD_OUT_SIZE), "held_out_size")
+    source = _Source(seed, request.train_size or TRAIN_SIZE, "train_size")
+    checker = _checker(maker, given, [fixed, source])
     seen: set[str] = set()
-    fixed = _problems(maker, given, _HELD_OUT_SEED, seen)
-    examples = [next(fixed) for _ in range(shots)]
-    held_out = _take(fixed, request.held_out_size or HELD_OUT_SIZE, "held_out_size", request)
-    train = _problems(maker, given, seed, seen)
+    held_out = fixed.problems(checker, seen)
+    train = source.problems(checker, seen)
+    if not all(example["answer"] for example in held_out[:shots]):
+        raise InputError(f"shots={shots}; {request.name} knows no right answers to show", "shots=0", "leaving it out")
+    answer_of = _whole if shots else _tagged
     return Task(
         name=request.name,
         description=f"reasoning-gym's {maker}, " + (f"{shots} worked examples" if shots else "the answer in tags"),
-        train=_dataset(_take(train, request.train_size or TRAIN_SIZE, "train_size", request), examples),
-        held_out=_dataset(held_out, examples),
-        reward_funcs=[_Score(maker, given, [_HELD_OUT_SEED, seed], _whole if shots else _tagged)],
-        answer_of=_whole if shots else _tagged,
+        train=_dataset(train, held_out[:shots]),
+        held_out=_dataset(held_out[shots:], held_out[:shots]),
+        reward_funcs=[_Score(checker, answer_of)],
+        answer_of=answer_of,
         settings={"max_completion_length": 64 if shots else 256},
     )
+
+
+def _checker(maker: str, options: Row, sources: Sequence[_Source]) -> Checker:
+    """The process that makes the problems and scores the answers."""
+    import reasoning_gym
+
+    try:
+        reasoning_gym.create_dataset(maker, seed=0, size=10, **options)
+    except Exception as error:  # of many kinds, mostly failed assertions
+        shown = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
+        given = f"gym:{maker} with {shown} ({error})"
+        raise InputError(given, "options that its config allows", "other values") from error
+    settings = [{**options, "seed": source.seed, "size": source.most} for source in sources]
+    what = {"kind": "gym", "maker": maker, "settings": settings}
+    return Checker(what, needs="reasoning_gym" if _evaluates(maker) else None)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """So many problems from a seed; ``name`` is the argument that asked for them."""
+
+    seed: int
+    wanted: int
+    name: str
+
+    @property
+    def most(self) -> int:
+        """How many problems are looked at to find new ones. Some makers make them all at once."""
+        return 2 * self.wanted + 200
+
+    def problems(self, checker: Checker, seen: set[str]) -> list[Row]:
+        """Those whose question is not in ``seen``, which grows."""
+        found: list[Row] = []
+        for index in range(self.most):
+            if len(found) == self.wanted:
+                return found
+            problem = checker.ask(_MAKE, seed=self.seed, index=index)
+            if problem is not None and problem["question"] not in seen:
+                seen.add(problem["question"])
+                found.append({**problem, "gym_seed": self.seed, "gym_index": index})
+        raise InputError(
+            f"{self.name}={self.wanted}; gym:{checker.what['maker']} ran out of new problems after {len(found)}",
+            "no more problems than there are",
+            f"{self.name}={max(1, len(found) // 2)}, or options that make more of them",
+        )
 
 
 def _config_defaults(config: Any) -> dict[str, Any]:
@@ -85,53 +137,13 @@ def _config_defaults(config: Any) -> dict[str, Any]:
     return values
 
 
-def _create(maker: str, options: Row, seed: int) -> Any:
-    import reasoning_gym
-
-    try:
-        return reasoning_gym.create_dataset(maker, seed=seed, size=2**31 - 1, **options)
-    except (AssertionError, ValueError, TypeError) as error:
-        shown = ", ".join(f"{k}={v!r}" for k, v in options.items()) or "no options"
-        raise InputError(
-            f"gym:{maker} with {shown} ({error})", "options that its config allows", "other values"
-        ) from error
-
-
-def _problems(maker: str, options: Row, seed: int, seen: set[str]) -> Iterator[Row]:
-    """Problems whose question is not in ``seen``, which grows; it ends when the maker has no new ones."""
-    source, misses, index = _create(maker, options, seed), 0, 0
-    while misses < _MISSES:
-        entry = source[index]
-        if entry["question"] in seen:
-            misses += 1
-        else:
-            seen.add(entry["question"])
-            misses = 0
-            yield {"question": entry["question"], "answer": str(entry["answer"]), "gym_seed": seed, "gym_index": index}
-        index += 1
-
-
-def _take(problems: Iterator[Row], size: int, name: str, request: Request) -> list[Row]:
-    taken = [row for row, _ in zip(problems, range(size), strict=False)]
-    if len(taken) < size:
-        raise InputError(
-            f"{name}={size}; {request.name} ran out of new problems after {len(taken)}",
-            "no more problems than there are",
-            f"{name}={max(1, len(taken) // 2)}, or options that make more of them",
-        )
-    return taken
-
-
 def _dataset(rows: list[Row], examples: list[Row]) -> Dataset:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
-    if examples:
-        start = [{"role": "system", "content": "Reply with the answer only, as in the examples."}]
-        for example in examples:
-            start += [{"role": "user", "content": example["question"]}]
-            start += [{"role": "assistant", "content": example["answer"]}]
-    else:
-        start = [{"role": "system", "content": SYSTEM_PROMPTS["default"]}]
+    start = [{"role": "system", "content": _AS_SHOWN if examples else SYSTEM_PROMPTS["default"]}]
+    for example in examples:
+        start.append({"role": "user", "content": example["question"]})
+        start.append({"role": "assistant", "content": example["answer"]})
     return Dataset.from_list(
         [{"prompt": [*start, {"role": "user", "content": row.pop("question")}], **row} for row in map(dict, rows)]
     )
@@ -155,14 +167,12 @@ def _evaluates(maker: str) -> bool:
 
 
 class _Score:
-    """reasoning-gym's own score of an answer, found in a process apart."""
+    """reasoning-gym's own score of an answer."""
 
     __name__ = "score"
 
-    def __init__(self, maker: str, options: Row, seeds: list[int], answer_of: Callable[[str], str | None]) -> None:
-        self.answer_of = answer_of
-        what = {"kind": "gym", "maker": maker, "options": options, "seeds": seeds}
-        self.checker = Checker(what, needs="reasoning_gym" if _evaluates(maker) else None)
+    def __init__(self, checker: Checker, answer_of: Callable[[str], str | None]) -> None:
+        self.checker, self.answer_of = checker, answer_of
 
     def __call__(
         self, completions: Sequence[Any], gym_seed: Sequence[int], gym_index: Sequence[int], **_: Any

@@ -62,6 +62,7 @@ def watched(reward: Reward) -> Reward:
                 raise _failed(reward, name, error, completions, columns) from error
             return _checked(name, result, completions)
 
+        waiting.__name__ = name
         return waiting
 
     @functools.wraps(reward)
@@ -72,6 +73,7 @@ def watched(reward: Reward) -> Reward:
             raise _failed(reward, name, error, completions, columns) from error
         return _checked(name, result, completions)
 
+    plain.__name__ = name
     return plain
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from troll.runs.summary import one_line
+
 FIELDS = {  # metric → how it is shown
     "reward": "reward {:.3f}",
     "troll/kl_before/mean": "KL {:.4f}",
@@ -16,6 +18,11 @@ FIELDS = {  # metric → how it is shown
     "clip_ratio/region_mean": "clipped {:.1%}",
     "tokens_per_second": "{:.0f} tokens/s",
 }
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: no markup, no colours, no line breaks of the console's own."""
+    console.print(one_line(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def summary(metrics: dict[str, Any]) -> str:
@@ -75,7 +82,7 @@ class ShowProgress(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if logs.get("eval_reward") is not None:
-            self.console.print(f"step {state.global_step}: held-out reward {logs['eval_reward']:.3f}", highlight=False)
+            say(self.console, f"step {state.global_step}: held-out reward {logs['eval_reward']:.3f}")
         if "loss" not in logs:
             return
         self.known |= {name: value for name, value in logs.items() if value is not None}
@@ -84,8 +91,7 @@ class ShowProgress(TrainerCallback):
         elif state.global_step % (args.updates_per_generation or 1) == 0 or state.global_step == state.max_steps:
             done, seconds = state.global_step - self.first, time.monotonic() - self.began
             left = duration(seconds / max(1, done) * (state.max_steps - state.global_step))
-            line = f"step {state.global_step}/{state.max_steps}  {summary(self.known)}  {left} left"
-            self.console.print(line, highlight=False, soft_wrap=True)
+            say(self.console, f"step {state.global_step}/{state.max_steps}  {summary(self.known)}  {left} left")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave the last state of the bar."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from troll.training.histograms import HEADER, TokenHistogram
 from troll.training.stopwatch import Stopwatch
 
 _REWARDS = "troll_rewards"
+_CHARACTER = 4  # bytes, at most, and so tokens
 _SHOWN, _SHOWN_TOKENS, _SHOWINGS = 4, 1024, 24  # completions at a time, tokens of each, times in a run
 
 
@@ -27,13 +30,18 @@ class RecordedTrainer(TROLLTrainer):
         self._stopwatch = Stopwatch()
         self._histogram = TokenHistogram()
         self._folder = folder
-        self._seconds = seconds_before
+        self._seconds_before, self._began = seconds_before, time.perf_counter()
         self._busy = 0.0
         self._before: tuple[float, float] | None = None
         super().__init__(*args, **named)
         self.add_callback(_Record(self))
 
     # ------------------------------------------------------------------ what takes how long
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run up to now, with what it took before it was resumed."""
+        return self._seconds_before + time.perf_counter() - self._began
 
     def training_step(self, *args: Any, **named: Any) -> Any:
         """As TRL; what is not one of the parts below is the backward pass."""
@@ -53,6 +61,7 @@ class RecordedTrainer(TROLLTrainer):
             output = super()._generate_and_score_completions(inputs)
         if self._rewards is not None and self._mode == "train":
             summed = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)
+            summed = summed.masked_fill(self._rewards.isnan().all(1), math.nan)
             size = len(output["completion_ids"])
             output[_REWARDS] = summed[self.accelerator.process_index * size :][:size]
         return output
@@ -78,7 +87,6 @@ class RecordedTrainer(TROLLTrainer):
         """As TRL, with the seconds since the last log."""
         if self._mode == "train":
             metrics, laps = self._metrics["train"], self._stopwatch.lap()
-            self._seconds += sum(laps.values())
             self._busy += sum(seconds for name, seconds in laps.items() if name not in ("evaluate", "save"))
             for activity, seconds in laps.items():
                 metrics[f"time/{activity}"] = [seconds]
@@ -120,7 +128,13 @@ class RecordedTrainer(TROLLTrainer):
     def _show(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
         ids, prompts, masks = inputs["completion_ids"], inputs["prompt_ids"], inputs["prompt_mask"].bool()
         rewards, advantages = inputs.get(_REWARDS), inputs["advantages"]
-        decode = self.processing_class.decode
+
+        def decode(tokens: list[int]) -> str:
+            text: str = self.processing_class.decode(
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            return text
+
         for row in range(min(_SHOWN, len(ids))):
             kept = counted[row].nonzero()[:_SHOWN_TOKENS, 0]
             if not len(kept):
@@ -131,8 +145,8 @@ class RecordedTrainer(TROLLTrainer):
                 "step": self.state.global_step + 1,
                 "update": self._place_in_rollout,
                 "place": row,
-                "prompt": decode(prompts[row, masks[row]], skip_special_tokens=False),
-                "tokens": [decode([int(token)], skip_special_tokens=False) for token in ids[row, kept]],
+                "prompt": decode(prompts[row, masks[row]].tolist()),
+                "tokens": pieces(ids[row, kept].tolist(), decode),
                 "kl": of_token["kl_before"],
                 "ratio": of_token["ratio"],
                 "reward": None if rewards is None else float(rewards[row]),
@@ -142,6 +156,19 @@ class RecordedTrainer(TROLLTrainer):
                 line["kl_after"] = of_token["kl_after"]
                 line["projected"] = [x > 0 for x in of_token["projected"]]
             append_line(self._folder / SAMPLES, line)
+
+
+def pieces(tokens: list[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """What each token adds to the text; one that ends inside a character adds nothing, the next one all of it."""
+    texts: list[str] = []
+    known = new = 0  # the text of tokens [known:new] is decoded again, as spaces depend on what stands before
+    for end in range(1, len(tokens) + 1):
+        before, text = decode(tokens[known:new]), decode(tokens[known:end])
+        unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and end - new < _CHARACTER and end < len(tokens)
+        texts.append("" if unfinished else text[len(before) :])
+        if not unfinished:
+            known, new = new, end
+    return texts
 
 
 class _Record(TrainerCallback):
@@ -174,5 +201,5 @@ class _Record(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if not state.is_world_process_zero or "train_runtime" in logs:
             return
-        line = {"step": state.global_step, "seconds": round(self.trainer._seconds, 3), **logs}
+        line = {"step": state.global_step, "seconds": round(self.trainer.seconds, 3), **logs}
         append_line(self.trainer._folder / METRICS, {k: v for k, v in line.items() if v is not None})

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, get_peft_config, get_quantization_config
@@ -23,6 +24,7 @@ from troll.models import load_tokenizer
 from troll.runs import Run, write_json
 from troll.runs.arms import arm_of
 from troll.runs.folder import ABOUT, CONFIG, FORMAT
+from troll.runs.summary import one_line
 from troll.tasks import Task
 from troll.training import facts
 from troll.training.interrupt import Interrupt
@@ -49,6 +51,11 @@ class Plan:
     command: str
     save_model: bool = True
     resumes: bool = False
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where on the hub the model comes from, and whether code that comes with it may run."""
+        return {"revision": self.model_config.model_revision, "trust_remote_code": self.args.trust_remote_code}
 
 
 def checkpoint_of(folder: Path) -> str:
@@ -77,16 +84,16 @@ def execute(plan: Plan, console: Console) -> Run:
             trainer.remove_callback(stock)
         try:
             trainer.train(resume_from_checkpoint=checkpoint_of(plan.folder) if plan.resumes else None)
-            if trainer.eval_dataset is not None and not interrupt.caught:
+            if trainer.eval_dataset is not None and not interrupt.stopped:
                 _evaluate_last(trainer)
         finally:
             shown.close()
-        if plan.save_model and not interrupt.caught:
+        if plan.save_model and not interrupt.stopped:
             trainer.model.generation_config.eos_token_id = own_stops  # it ends where it did before this task
             trainer.save_model(str(plan.folder / MODEL))
     if main:
-        finished = not interrupt.caught
-        _note(plan.folder, status="finished" if finished else "interrupted", finished=_now(), seconds=trainer._seconds)
+        status = "interrupted" if interrupt.stopped else "finished"
+        _note(plan.folder, status=status, finished=_now(), seconds=trainer.seconds)
     return Run(plan.folder)
 
 
@@ -108,8 +115,15 @@ def _build(plan: Plan) -> tuple[RecordedTrainer, Any]:
         **(args.model_init_kwargs or {}),
     }
     args.model_init_kwargs = None  # they are for the model, which is made here
-    model = create_model_from_path(plan.model_path, **{k: v for k, v in options.items() if v is not None})
-    tokenizer = load_tokenizer(plan.model_path, padding_side="left")
+    try:
+        model = create_model_from_path(plan.model_path, **{k: v for k, v in options.items() if v is not None})
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"the model {plan.model}, which cannot be loaded ({one_line(str(error))})",
+            "a causal language model as save_pretrained writes it",
+            "changing what is named; or another model",
+        ) from error
+    tokenizer = load_tokenizer(plan.model_path, padding_side="left", **plan.origin)
     own_stops = model.generation_config.eos_token_id
     if plan.task.stop is not None:
         _end_at(plan.task.stop, model, tokenizer, args)
@@ -123,14 +137,20 @@ def _build(plan: Plan) -> tuple[RecordedTrainer, Any]:
             processing_class=tokenizer,
             peft_config=get_peft_config(config),
             folder=plan.folder,
-            seconds_before=Run(plan.folder).about["seconds"],
+            seconds_before=_seconds(plan.folder) if plan.resumes else 0.0,
         )
     except InputError:
         raise
     except (ValueError, ImportError) as error:  # TRL's own checks
-        sentence = " ".join(str(error).split())
+        sentence = one_line(str(error))
         raise InputError(f"settings that TRL refuses ({sentence})", "others", "changing what it names") from error
     return trainer, own_stops
+
+
+def _seconds(folder: Path) -> float:
+    """What a run took up to now; run.json does not know it of one that was killed."""
+    lines = Run(folder).metrics()
+    return float(max(Run(folder).about["seconds"], lines[-1]["seconds"] if lines else 0.0))
 
 
 def _end_at(stop: str, model: Any, tokenizer: Any, args: TROLLConfig) -> None:
@@ -154,7 +174,12 @@ def _begin(plan: Plan) -> None:
     if plan.resumes:
         _note(plan.folder, status="running", finished=None)
         return
-    plan.folder.mkdir(parents=True)
+    try:
+        plan.folder.mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(f"the run {plan.folder}, which another one has just begun", "a new name", "again") from None
+    except OSError as error:
+        raise InputError(f"{plan.folder}, which cannot be made ({error.strerror})", "a folder", "--runs_dir") from None
     settings = {name: value for name, value in plan.args.to_dict().items() if not name.startswith(("push_", "hub_"))}
     arm, label = arm_of(settings)
     write_json(
@@ -192,7 +217,8 @@ def _status(plan: Plan, main: bool) -> Iterator[None]:
                 shutil.rmtree(plan.folder)
             else:
                 stopped = isinstance(error, KeyboardInterrupt)
-                _note(plan.folder, status="interrupted" if stopped else "failed", finished=_now(), error=str(error))
+                status = "interrupted" if stopped else "failed"
+                _note(plan.folder, status=status, finished=_now(), seconds=_seconds(plan.folder), error=str(error))
         raise
 
 

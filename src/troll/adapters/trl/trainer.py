@@ -195,7 +195,7 @@ class TROLLTrainer(GRPOTrainer):
         """What happened to every token of a forward pass; to be overridden, does nothing here.
 
         Args:
-            stats: [B, T] numbers per token by name (``troll.objective.token_stats``), of all processes one after another.
+            stats: [B, T] numbers per token by name (``troll.objective.token_stats``), of all processes.
             counted: [B, T] which of them count.
             inputs: the batch of this process as TRL has it.
         """
