@@ -110,6 +110,34 @@ def test_the_comparison_in_the_readme() -> None:
         assert row in README
 
 
+def test_the_comparison_of_the_embedded_default() -> None:
+    data = json.loads((ROOT / "experiments" / "embedded" / "comparison.json").read_text())
+    tables = {m["key"]: {row["arm"]: row for row in m["table"]} for m in data["measures"]}
+    assert data["seeds"] == [0, 1, 2]
+    for arm in data["arms"]:
+        held_out, reward, kl = (tables[key][arm["arm"]] for key in ("held_out_last", "reward_mean", "kl_mean"))
+        seeds = ", ".join(f"{x:.3f}" for x in held_out["values"])
+        row = f"| {arm['label']} | {seeds} | {held_out['mean']:.3f} | {reward['mean']:.3f} | {kl['mean']:.3f} |"
+        assert row in README
+    said = {(m["key"], v["b"]): v["says"] for m in data["measures"] for v in m.get("verdicts", [])}
+    assert {says for (_, other), says in said.items() if other != "gspo"} == {"no difference"}
+    assert said["reward_mean", "gspo"] == "TROLL is better"
+
+
+def test_the_weights_of_the_regression() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    runs = json.loads((ROOT / "experiments" / "regression" / "results.json").read_text())
+    for variant in dict.fromkeys(run["variant"] for run in runs):
+        mine = [run for run in runs if run["variant"] == variant]
+        assert [run["seed"] for run in mine] == [0, 1, 2]
+        assert all(run["machine"] == "NVIDIA H200" for run in mine)
+        means = [mean(run["rewards"]) for run in mine]
+        size, label = variant.split(", ", 1)
+        held_out = mean(run["held_out"][-1] for run in mine)
+        shown = f"{', '.join(f'{x:.3f}' for x in means)} | {mean(means):.3f} | {held_out:.3f}"
+        assert f"| {size} | {label} | {shown} |" in page
+
+
 def test_every_metric_is_explained_and_nothing_else() -> None:
     proposal, old, _ = policies()
     batch = proposal[None, :50], old[None, :50], torch.ones(1), torch.ones(1, 50, dtype=torch.bool)

@@ -22,8 +22,8 @@ from troll.runs import Run
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
-SMALL = {"per_device_train_batch_size": 8, "max_steps": 128, "learning_rate": 5e-6, "eval_steps": 64}
-LARGE = {"per_device_train_batch_size": 64, "max_steps": 64, "learning_rate": 1e-5, "eval_steps": 32}
+SMALL: dict[str, object] = {}  # the default: 8 completions per update, 10 rollouts
+LARGE: dict[str, object] = {"per_device_train_batch_size": 64, "learning_rate": 1e-5}
 VARIANTS = {
     "8, α = 0": {**SMALL, "regression_coef": 0.0},
     "8, α = 0.1": {**SMALL, "regression_coef": 0.1},
@@ -76,10 +76,8 @@ def collect(folder: Path) -> None:
                     "machine": run.about["machine"]["gpu"] or run.about["machine"]["processor"],
                     "rewards": [round(x["reward"], 4) for x in metrics if "reward" in x],
                     "held_out": [round(x["eval_reward"], 4) for x in run.evaluations()],
-                    "projected": _mean(
-                        [x["troll/projected_fraction"] for x in metrics if "troll/projected_fraction" in x]
-                    ),
-                    "kl": _mean([x["troll/kl_before/mean"] for x in metrics if "troll/kl_before/mean" in x]),
+                    "projected": _mean(metrics, "troll/projected_fraction"),
+                    "kl": _mean(metrics, "troll/kl_before/mean"),
                 }
             )
     (HERE / "results.json").write_text(

@@ -48,8 +48,10 @@ ROUND_TRIPS: list[tuple[list[str], dict[str, Any]]] = [
     (["--kl_bound=inf"], {"kl_bound": math.inf}),
     (["--learning_rate", "1e-6"], {"learning_rate": 1e-6}),
     (["--gradient_accumulation_steps", "1"], {"gradient_accumulation_steps": 1}),  # TRL's own default
-    (["--lr_scheduler_type", "cosine", "--save_strategy", "no"], {"lr_scheduler_type": "cosine", "save_strategy": "no"}),
-    (["--reward_weights", "1", "0.5", "--reward", "a:b", "c.py:d"], {"reward": ["a:b", "c.py:d"], "reward_weights": [1, 0.5]}),
+    (["--lr_scheduler_type", "cosine"], {"lr_scheduler_type": "cosine"}),
+    (["--save_strategy", "no"], {"save_strategy": "no"}),
+    (["--reward", "a:b", "c.py:d"], {"reward": ["a:b", "c.py:d"]}),
+    (["--reward_weights", "1", "0.5"], {"reward_weights": [1.0, 0.5]}),
     (["--task_options", "digits=2", "operations=+-"], {"task_options": ["digits=2", "operations=+-"]}),
     (["--model_init_kwargs", '{"dtype": "bfloat16"}'], {"model_init_kwargs": '{"dtype": "bfloat16"}'}),
     (["--data", "größe 1.jsonl", "--task", "data"], {"data": "größe 1.jsonl", "task": "data"}),
@@ -152,7 +154,9 @@ def test_help(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     for example in ("troll train --task gym:gcd", "troll train --resume", "accelerate launch -m troll train"):
         assert example in out
     assert f"(default: {defaults('smollm2-135m', {}, False)['learning_rate']})" in out
-    assert len(out.splitlines()) < 150
+    assert len(out.splitlines()) < 160
+    for switch in ("--save_model true|false", "--write_report true|false", "--bf16 true|false", "--dry_run  "):
+        assert switch in out
     assert "--hub_token" not in out
 
 

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: a checkpoint, and a resumed run that is, bit for bit, the one that was never interrupted.
 
 A reward sends the signal, or waits until the test has sent it: which update is interrupted depends on no clock. It is
-called in evaluations too, so that of call 1 (step 0), 2 (rollout of steps 1 to 4), 3 and so on a test can tell the step.
+called in evaluations too: first at step 0, then in the rollout of steps 1 to 4, and so on.
 """
 
 from __future__ import annotations

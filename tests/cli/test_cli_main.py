@@ -66,7 +66,7 @@ def raising(error: BaseException) -> Any:
     ("error", "code", "said"),
     [
         (InputError("a", "b", "c"), 2, "troll: given: a; expected: b; try: c\n"),
-        (InputError("a\n\x1b]0;title\x07b\r", "\u202eb", "c\x00"), 2, "troll: given: a ]0;title b ; expected: b; try: c\n"),
+        (InputError("a\n\x1b]0;t\x07b\r", "\u202eb", "c\x00"), 2, "troll: given: a ]0;t b ; expected: b; try: c\n"),
         (ModuleNotFoundError("no", name="rich"), 2, "troll: rich is missing; try: pip install 'troll-rl[train]'\n"),
         (KeyboardInterrupt(), 130, "troll: stopped\n"),
         (BrokenPipeError(), 0, ""),

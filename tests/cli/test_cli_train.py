@@ -147,6 +147,7 @@ def test_histograms_agree_with_the_metrics(runs: Runs, region: str) -> None:
         assert update["update"] == (line["step"] - 1) % UPDATES
         assert sum(update["kl"]) == sum(update["log_ratio"]) == update["count"] > ROWS
         assert update["kl_quantiles"][-1] == pytest.approx(line["troll/kl_before/max"], rel=1e-6)
+        assert update["kl_quantiles"][2] == pytest.approx(line["troll/kl_before/p99"], rel=1e-6)
         assert update["kl_quantiles"] == sorted(update["kl_quantiles"])
         _is_in_last_filled_bin(line["troll/kl_before/max"], update["kl"], history.kl_edges)
         _is_in_last_filled_bin(math.log(line["troll/ratio/max"]), update["log_ratio"], history.log_ratio_edges)
@@ -298,6 +299,44 @@ def test_what_a_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [line.split("  ")[0] for line in said if "tokens/s" in line] == ["step 8/8"]
     assert [line.split(":")[0] for line in said if "held-out reward" in line] == ["step 0", "step 4", "step 8"]
     assert said[-1] == "No token left the trust region of inf: it changed nothing in this run."
+
+
+EVIL = """\
+train = [{"prompt": f"{i} ="} for i in range(64)]
+held_out = [{"prompt": f"{i} = ="} for i in range(8)]
+description = "a [/x] [bold]task \\x1b]0;title\\x07\\x1b[2J\\n:smile:"
+def reward(completions, **columns):
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_description_cannot_do_anything_to_a_terminal(
+    terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    task = tmp_path / "my task.py"
+    task.write_text(EVIL)
+    run = train(tmp_path / "runs", "--task", str(task), reward=None)
+    assert run.path.name == "my-task-troll"
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "my task: a [/x] [bold]task ]0;title [2J :smile:"
+    assert ("\x1b" in out) == terminal
+    assert "\x1b[2J" not in out
+    assert "\x07" not in out
+
+
+def test_a_run_that_fails_gives_the_terminal_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("FAIL_AT", "4")
+    assert main(flags(tmp_path, reward="fails_later")) == 2
+    out = capsys.readouterr().out
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"  # the cursor
+    assert (out.count(hidden), out.count(shown)) == (1, 1)
+    assert out.rindex(shown) > out.rindex("4/8")
 
 
 def test_with_gradient_accumulation_a_line_has_the_tokens_of_both_passes(tmp_path: Path) -> None:

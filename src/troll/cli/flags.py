@@ -34,6 +34,12 @@ SHOWN = {  # what --help shows
 }
 _OWN = ("config", "resume", "dry_run", "run_name", "output_dir")  # not part of what a run is
 
+_INSTEAD = {  # flags of TRL that would do nothing here
+    "model_name_or_path": "--model",
+    "output_dir": "--runs_dir and --run_name",
+    "resume_from_checkpoint": "--resume",
+}
+
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     """The description as it is written, and the default of every flag that has one."""
@@ -71,6 +77,7 @@ class Flags:
         self._stock = vars(self.parser.parse_args([]))
         self._actions = {action.dest: action for action in reversed(self.parser._actions)}  # the first of a name
         self._defaults: dict[str, Any] = {}
+        self._actions["run_name"].help = "Name of the run, and of its folder below --runs_dir."
         self._tokens = list(argv)
         first = self._parse(self._tokens)
         self.wants_help = first.help or first.help_all
@@ -79,6 +86,8 @@ class Flags:
             self._tokens = [*self._from_file(Path(first.config)), *self._tokens]
         heads = {token.split("=")[0] for token in self._tokens}
         self.said = {action.dest for action in self.parser._actions if heads & set(action.option_strings)}
+        for name in sorted(self.said & _INSTEAD.keys()):
+            raise InputError(f"--{name}, which has no effect here", "another flag for the same", _INSTEAD[name])
 
     def run(self) -> RunSettings:
         """The part that says what to run."""
@@ -117,9 +126,13 @@ class Flags:
             group = short.add_argument_group(title)
             for action in (self._actions[name] for name in names if name in self._actions):
                 written = [x for x in action.option_strings if "-" not in x[2:]]
-                is_switch = action.nargs == "?" or action.nargs == 0
-                metavar = None if action.choices else action.dest.split("_")[-1].upper()
-                kind: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": metavar, "choices": action.choices}
+                kind: dict[str, Any] = {"metavar": action.dest.split("_")[-1].upper()}
+                if action.choices:
+                    kind = {"choices": action.choices}
+                elif action.default is True or (action.type is string_to_bool and action.nargs is None):
+                    kind = {"metavar": "true|false"}
+                elif action.type is string_to_bool or action.nargs == 0:
+                    kind = {"action": "store_true"}
                 group.add_argument(*written, help=action.help, default=action.default, **kind)
         return str(short.format_help())
 
@@ -157,7 +170,7 @@ class Flags:
         tokens = []
         for key, value in values.items():
             name = str(key).replace("-", "_")
-            if name not in self._actions:
+            if name not in self._actions or name == "config":
                 self._unknown(f"--{key}", f"in {path}")
             said = _as_tokens(self._actions[name], value)
             try:

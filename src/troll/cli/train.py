@@ -47,10 +47,8 @@ def run(argv: Sequence[str]) -> int:
     if flags.wants_help:
         print(flags.help(defaults(DEFAULT_MODEL, {}, has_gpu())), end="")
         return 0
-    settings = flags.run()
-    resumes = settings.resume is not None
-    folder = None
-    if resumes:
+    settings, folder = flags.run(), None
+    if settings.resume is not None:
         folder, flags = _resumed(flags, settings)
         settings = flags.run()
     quiet()
@@ -127,8 +125,7 @@ def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags]:
     if more:
         given = ", ".join(f"--{name}" for name in sorted(more))
         raise InputError(f"--resume with {given}", "the settings the run was started with", "--resume alone")
-    assert settings.resume is not None
-    folder = existing_folder(settings.resume, settings.runs_dir, "a run")
+    folder = existing_folder(str(settings.resume), settings.runs_dir, "a run")
     status = Run.open(folder).about["status"]
     if status == "finished":
         raise InputError(f"the run {folder} to go on with, which is finished", "a run that is not", "a new run")

@@ -35,7 +35,8 @@ def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     if settings.get("loss_type") in OTHER_CLIPS:
         return "custom", f"TRL's {settings['loss_type']}"
     low, high = settings["epsilon"], settings.get("epsilon_high")
-    label = f"clip ±{low:g}" if high in (None, low) else f"clip −{low:g}, +{high:g}"
+    high = None if high == low else high
+    label = f"clip ±{low:g}" if high is None else f"clip −{low:g}, +{high:g}"
     label = label.replace("clip", "GSPO clip") if by_sequence else label
     for arm, given in ARMS.items():
         mine = {"importance_sampling_level": "token", "epsilon_high": None} | given

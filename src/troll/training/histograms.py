@@ -43,7 +43,7 @@ class TokenHistogram:
             "count": int(kl.size),
             "kl": _counts(kl, KL_EDGES),
             "log_ratio": _counts(np.log(np.maximum(values["ratio"], 1e-30)), LOG_RATIO_EDGES),
-            "kl_quantiles": np.quantile(kl, QUANTILES).tolist(),
+            "kl_quantiles": np.quantile(kl, QUANTILES, method="lower").tolist(),
         }
         if "kl_after" in values:
             line["kl_after"] = _counts(values["kl_after"], KL_EDGES)
@@ -53,6 +53,6 @@ class TokenHistogram:
 
 
 def _counts(values: np.ndarray[Any, Any], edges: list[float]) -> list[int]:
-    """How many are between one edge and the next; those outside count for the first and the last."""
-    inside = np.clip(values, edges[0], np.nextafter(edges[-1], edges[0]))
+    """How many are between one edge and the next; those outside count for the first and the last, as does NaN."""
+    inside = np.clip(np.nan_to_num(values, nan=np.inf), edges[0], np.nextafter(edges[-1], edges[0]))
     return [int(n) for n in np.histogram(inside, bins=edges)[0]]

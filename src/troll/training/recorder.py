@@ -19,7 +19,6 @@ from troll.training.histograms import HEADER, TokenHistogram
 from troll.training.stopwatch import Stopwatch
 
 _REWARDS = "troll_rewards"
-_CHARACTER = 4  # bytes, at most, and so tokens
 _SHOWN, _SHOWN_TOKENS, _SHOWINGS = 4, 1024, 24  # completions at a time, tokens of each, times in a run
 
 
@@ -164,7 +163,7 @@ def pieces(tokens: list[int], decode: Callable[[list[int]], str]) -> list[str]:
     known = new = 0  # the text of tokens [known:new] is decoded again, as spaces depend on what stands before
     for end in range(1, len(tokens) + 1):
         before, text = decode(tokens[known:new]), decode(tokens[known:end])
-        unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and end - new < _CHARACTER and end < len(tokens)
+        unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(tokens)
         texts.append("" if unfinished else text[len(before) :])
         if not unfinished:
             known, new = new, end

@@ -14,7 +14,6 @@ import yaml
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
@@ -32,6 +31,7 @@ from troll.training.progress import ShowProgress
 from troll.training.recorder import RecordedTrainer
 
 MODEL = "model"
+_LAST_FILE = "trainer_state.json"
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Plan:
 
 
 def checkpoint_of(folder: Path) -> str:
-    """The newest checkpoint of a run."""
-    found: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if found is None:
+    """The newest checkpoint of a run; without its last file, the trainer's state, it was not written to the end."""
+    found = {int(path.parent.name.partition("-")[2]): path.parent for path in folder.glob(f"checkpoint-*/{_LAST_FILE}")}
+    if not found:
         raise InputError(
             f"the run {folder} to go on with", "a run with a checkpoint", "starting it anew without --resume"
         )
-    return found
+    return str(found[max(found)])
 
 
 def execute(plan: Plan, console: Console) -> Run:

@@ -76,6 +76,7 @@ SMALL: dict[str, Any] = {
     "learning_rate": 5e-6,
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
+    "updates_per_generation": 8,
     "regression_coef": 0.1,
     "max_steps": 80,
     "warmup_steps": 8,
