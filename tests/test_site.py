@@ -258,7 +258,6 @@ def test_there_are_commands_to_check() -> None:
     assert ["compare", "--arms", "troll", "clip", "none", "--seeds", "0", "1", "2"] in commands()
 
 
-@pytest.mark.xfail(raises=(ImportError, AttributeError), strict=True, reason="some commands are to come")
 def test_every_command_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (flags,) = [text for _, page, text in blocks("yaml") if page == "quickstart.md"]

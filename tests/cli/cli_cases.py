@@ -116,8 +116,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    """Of the trained model."""
-    return load_file(run.path / "model" / "model.safetensors")
+    """Of the trained model, or its adapter."""
+    (file,) = (run.path / "model").glob("*.safetensors")
+    return load_file(file)
 
 
 def same_weights(a: Run, b: Run) -> bool:

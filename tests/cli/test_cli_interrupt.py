@@ -96,6 +96,26 @@ def test_a_run_may_be_interrupted_more_than_once(
     assert_same(run, straight("interrupts", "4"))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--use_peft", "--lora_target_modules", "q_proj", "v_proj"],
+        ["--gradient_accumulation_steps", "2", "--advantage_estimator", "reinforce_pp"],
+        ["--trust_region", "clip"],
+    ],
+)
+def test_other_kinds_of_runs_go_on_as_well(more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(tmp_path, *more, reward="interrupts")
+    monkeypatch.setenv("SIGNAL", str(int(signal.SIGINT)))
+    monkeypatch.setenv("SIGNAL_AT", "2")
+    run = train(tmp_path, *more, reward="interrupts")
+    monkeypatch.delenv("SIGNAL_AT")
+    assert main(["train", "--resume", str(run.path)]) == 0
+    assert [timeless(line) for line in run.metrics()] == [timeless(line) for line in whole.metrics()]
+    assert (run.tokens(), run.samples()) == (whole.tokens(), whole.samples())
+    assert same_weights(run, whole)
+
+
 def test_a_signal_after_the_last_update_changes_nothing(
     tmp_path: Path, straight: Straight, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,8 @@ import json
 import math
 import platform
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -460,3 +462,22 @@ def test_a_signal_to_one_process_stops_both_after_the_same_update(tmp_path: Path
     assert Run.open(tmp_path / "two").about["status"] == "interrupted"
     rollouts = {x.name for x in (tmp_path / "two" / "checkpoint-1").glob("troll_rollout_*")}
     assert rollouts == {"troll_rollout_00000.safetensors", "troll_rollout_00001.safetensors"}
+
+
+AGREE = """\
+from pathlib import Path
+from types import SimpleNamespace
+from accelerate import PartialState
+from troll.cli.train import _agreed
+here = PartialState(cpu=True).process_index
+print(here, _agreed(SimpleNamespace(process_index=here), lambda: Path(f"of-{here}")))
+PartialState().destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_processes_agree_on_the_folder_of_the_first(tmp_path: Path) -> None:
+    """Whatever another one sees: with names that are made free, it may see the folder that the first has just made."""
+    (tmp_path / "agree.py").write_text(AGREE)
+    done = subprocess.run([sys.executable, *TWO, "agree.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.splitlines()) == ["0 of-0", "1 of-0"]

@@ -159,7 +159,12 @@ def test_arms_that_cannot_be_compared(arms, given):
 
 @pytest.mark.parametrize(
     ("seeds", "given"),
-    [([0, 1, 0], "the seed 0 2 times"), ([-1], "the seed -1"), ([2**32], "the seed 4294967296"), ([], "without a seed")],
+    [
+        ([0, 1, 0], "the seed 0 2 times"),
+        ([-1], "the seed -1"),
+        ([2**32], "the seed 4294967296"),
+        ([], "without a seed"),
+    ],
 )
 def test_seeds_that_cannot_be(seeds, given):
     with pytest.raises(InputError, match=given):
@@ -167,5 +172,5 @@ def test_seeds_that_cannot_be(seeds, given):
 
 
 def test_a_folder_without_a_comparison(tmp_path):
-    with pytest.raises(InputError, match="comparison.json"):
+    with pytest.raises(InputError, match=r"comparison\.json"):
         conclude(tmp_path)

@@ -45,7 +45,7 @@ def test_of_a_run_that_was_projected(tmp_path: Path) -> None:
 def test_of_a_run_in_which_nothing_was_projected(tmp_path: Path) -> None:
     run = run_of(tmp_path, [update(1, 0.0, 0.01, reward=0.5)])
     assert sentences(run)[-1] == "No token left the trust region of 0.05: it changed nothing in this run."
-    assert sentences(run)[0] == "Reward 0.500 → 0.500 (first rollout, mean of the last 1)."
+    assert sentences(run)[0] == "Reward 0.500 → 0.500 (first rollout, the last)."
 
 
 def test_of_a_run_with_an_infinite_bound(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def sentences(run: Run) -> list[str]:
     s = summarise(run)
     said = []
     if s.reward_first is not None:
-        last = min(s.rollouts, ROLLOUTS_AVERAGED)
-        said.append(f"Reward {s.reward_first:.3f} → {s.reward_last:.3f} (first rollout, mean of the last {last}).")
+        last = "the last" if s.rollouts == 1 else f"mean of the last {min(s.rollouts, ROLLOUTS_AVERAGED)}"
+        said.append(f"Reward {s.reward_first:.3f} → {s.reward_last:.3f} (first rollout, {last}).")
     if s.held_out_first is not None:
         said.append(f"Held-out reward {s.held_out_first:.3f} → {s.held_out_last:.3f}.")
     if s.projected is not None and s.kl_after_max is not None:

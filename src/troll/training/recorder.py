@@ -180,6 +180,7 @@ class _Record(TrainerCallback):
         if state.is_world_process_zero and not (self.trainer._folder / TOKENS).exists():
             append_line(self.trainer._folder / TOKENS, HEADER)
         self.trainer._stopwatch.lap()
+        self.trainer._began = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._optimizer = self.trainer._stopwatch("optimizer")
