@@ -150,7 +150,7 @@ def test_a_run_that_failed_goes_on_from_its_last_checkpoint(
 def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Wait for something to be so, as long as the process goes on."""
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(timeout=300)
         time.sleep(0.02)
 
 
@@ -172,7 +172,7 @@ def test_a_signal_from_outside(number: int, tmp_path: Path, straight: Straight) 
     said = process.stderr.readline() + process.stderr.readline()
     assert said == "\nStopping after this update, with a checkpoint. Once more to stop at once.\n"
     (tmp_path / "go").touch()
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     assert out.splitlines()[-1].startswith("Interrupted, with a checkpoint. Go on with: troll train --resume ")
     assert run.about["status"] == "interrupted"
@@ -188,7 +188,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert process.stderr is not None
     assert "Stopping" in process.stderr.readline() + process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
+    _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, "troll: stopped\n")
     assert run.about["status"] == "interrupted"
     assert run.about["seconds"] > 0

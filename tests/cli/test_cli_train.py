@@ -428,7 +428,7 @@ TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 def test_two_processes_write_one_folder(tmp_path: Path) -> None:
     """Histograms are over the tokens of both, and metrics agree with them; one of them speaks."""
     process = start(flags(tmp_path, "--per_device_train_batch_size", str(ROWS // 2)), launch=TWO)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     assert out.count("→") == 2 + 1  # model → folder, reward, held-out reward
     (path,) = tmp_path.iterdir()
@@ -453,7 +453,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_update(tmp_path: Path
     signals = {"SIGNAL": str(int(signal.SIGTERM)), "SIGNAL_AT": "2", "SIGNAL_RANK": "1"}
     more = ["--per_device_train_batch_size", str(ROWS // 2), "--run_name", "two", "--save_strategy", "no"]
     process = start(flags(tmp_path, *more, reward="interrupts"), launch=TWO, env=signals)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err.strip()) == (
         0,
         "Stopping after this update, with a checkpoint. Once more to stop at once.",
