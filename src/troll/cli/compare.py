@@ -93,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
         begin(folder, labels, own.seeds, task, {"name": example.model}, jobs=own.jobs, keep_models=own.keep_models)
         (folder / CONFIG).write_text(yaml.safe_dump(told, allow_unicode=True), encoding="utf-8")
     with _alone(folder):
-        return _execute(folder, own.jobs, Console())
+        return _execute(folder, flags.value("jobs", None), Console())
 
 
 def check(argv: Sequence[str]) -> None:
@@ -208,8 +208,10 @@ def _alone(folder: Path) -> Iterator[None]:
         raise InputError(given, "one command at a time", "waiting for it") from None
 
 
-def _execute(folder: Path, jobs: int, console: Console) -> int:
+def _execute(folder: Path, asked: int | None, console: Console) -> int:
+    """Run, conclude, print; as many at a time as is asked now, or was at the start."""
     about = Comparison.open(folder).about
+    jobs = asked or about["jobs"]
     if jobs > about["jobs"]:
         about["jobs"] = jobs
         write_json(folder / COMPARISON, about)

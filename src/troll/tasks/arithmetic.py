@@ -17,6 +17,7 @@ from troll.tasks.task import Request, Row, Task, exact_match, first_line
 
 OPTIONS = {"digits": 1, "operations": "+-", "shots": 1}
 TRAIN_SIZE, HELD_OUT_SIZE = 1024, 64
+_KINDS = {"+": "sums", "-": "differences", "*": "products"}
 _HELD_OUT_SEED = 2510_03817  # of the worked examples; the problems themselves need none
 
 
@@ -54,10 +55,10 @@ def load(request: Request) -> Task:
         raise InputError(f"shots={shots}", "0 to 16 worked examples", f"shots={OPTIONS['shots']}, the default")
     train = random.Random(f"arithmetic {request.seed}")
     fixed = random.Random(_HELD_OUT_SEED)
-    shown = f"{'one' if digits == 1 else f'up to {digits}'}-digit {' '.join(signs)}"
+    shown = f"{'one' if digits == 1 else f'up to {digits}'}-digit {' and '.join(_KINDS[sign] for sign in signs)}"
     return Task(
         name=request.name,
-        description=f"arithmetic, {shown}, worked examples: {shots}; about a quarter of the problems is held out",
+        description=f"{shown}, shots: {shots}; about a quarter of the problems is held out",
         train=_rows(train, request.train_size or TRAIN_SIZE, False, digits, signs, shots),
         held_out=_rows(fixed, request.held_out_size or HELD_OUT_SIZE, True, digits, signs, shots),
         reward_funcs=[exact_match],
