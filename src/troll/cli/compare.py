@@ -153,15 +153,12 @@ def _plan(folder: Path, own: CompareSettings, told: Line) -> Any:
         train.check([*_as_flags(told), *_as_flags(ARMS[arm])])
     arm, seed = own.arms[0], own.seeds[0]
     flags = Flags([*_as_flags(told), *_as_flags(_flags_of(folder, arm, seed, own.keep_models))])
-    return train._plan(flags, flags.run(), None, "")
+    return train.plan_of(flags, flags.run(), None, "")
 
 
 def _dry_run(folder: Path, own: CompareSettings, example: Any) -> None:
     """Print the settings of all runs, and as comments each run and what they need: together a file for --config."""
-    from trl import get_peft_config
-
-    from troll.models import load_tokenizer
-    from troll.training.estimate import FASTEST, SLOWEST, estimate
+    from troll.training.estimate import FASTEST, SLOWEST
 
     apart = _BY_ARM | OURS | {"seed", "runs_dir"}
     shared = {name: value for name, value in example.config.items() if name not in apart}
@@ -170,16 +167,7 @@ def _dry_run(folder: Path, own: CompareSettings, example: Any) -> None:
     runs = [(arm, seed) for arm in own.arms for seed in own.seeds]
     for arm, seed in runs:
         print(f"# {folder / f'{arm}-{seed}'}: {shlex.join(_as_flags({**ARMS[arm], 'seed': seed}))}")
-    task, args = example.task, example.args
-    one = estimate(
-        args,
-        example.model_path,
-        train._prompt_tokens(task.train["prompt"][:64], load_tokenizer(example.model_path, **example.origin)),
-        args.device,
-        prompts=len(task.train),
-        held_out=len(task.held_out),
-        peft_config=get_peft_config(example.model_config),
-    )
+    one = train.needs(example)
     if one.total is not None:
         low, high = (factor * one.total * len(runs) / own.jobs for factor in (FASTEST, SLOWEST))
         at_once = f" with {own.jobs} at a time, if they do not slow each other down" if own.jobs > 1 else ""

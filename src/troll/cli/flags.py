@@ -74,6 +74,7 @@ class Flags:
         self.parser.add_argument("--config", help="A YAML file of flags; those on the command line go before it.")
         self.parser.add_argument("-h", "--help", action="store_true", help="Show the flags that matter most.")
         self.parser.add_argument("--help_all", "--help-all", action="store_true", help="Show all flags, TRL's too.")
+        self._extra = {prog.split()[-1]: tuple(f.name for kind in extra for f in dataclasses.fields(kind))}
         self._stock = vars(self.parser.parse_args([]))
         self._actions = {action.dest: action for action in reversed(self.parser._actions)}  # the first of a name
         self._defaults: dict[str, Any] = {}
@@ -122,7 +123,9 @@ class Flags:
             return str(self.parser.format_help())
         self.parser.set_defaults(**defaults)
         short = _Parser([], usage=self.parser.usage, description=self.parser.description, **_STYLE)
-        for title, names in SHOWN.items():
+        for title, names in (self._extra | SHOWN).items():
+            if not names:
+                continue
             group = short.add_argument_group(title)
             for action in (self._actions[name] for name in names if name in self._actions):
                 written = [x for x in action.option_strings if "-" not in x[2:]]

@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     from troll.training.progress import say
     from troll.training.run import execute
 
-    plan = _plan(flags, settings, folder, f"troll train {shlex.join(argv)}".strip())
+    plan = plan_of(flags, settings, folder, f"troll train {shlex.join(argv)}".strip())
     main = plan.args.process_index == 0
     if settings.dry_run:
         if main:
@@ -135,7 +135,8 @@ def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags]:
     return folder, Flags(["--config", str(folder / CONFIG)])
 
 
-def _plan(flags: Flags, settings: RunSettings, folder: Path | None, command: str) -> Any:
+def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: str) -> Any:
+    """The run that these flags ask for, in a new folder or in one to go on with: ``troll.training.run.Plan``."""
     from troll.models import load_config, resolve_model
     from troll.tasks import load_task
     from troll.training.run import Plan
@@ -157,7 +158,7 @@ def _plan(flags: Flags, settings: RunSettings, folder: Path | None, command: str
         name = flags.value("run_name", None)
         folder = _agreed(args, lambda: new_folder(Path(settings.runs_dir), name, settings.task, args.trust_region))
     args.output_dir, args.run_name = str(folder), folder.name
-    args.eval_on_start = args.eval_on_start and not resumes
+    args.eval_on_start = args.eval_on_start and not resumes and args.eval_strategy != "no"
     path = resolve_model(settings.model)
     plan = Plan(
         folder=folder,

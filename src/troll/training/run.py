@@ -26,6 +26,7 @@ from troll.runs.folder import ABOUT, CONFIG, FORMAT
 from troll.runs.summary import one_line
 from troll.tasks import Task
 from troll.training import facts
+from troll.training.evaluate import stop_token
 from troll.training.interrupt import Interrupt
 from troll.training.progress import ShowProgress
 from troll.training.recorder import RecordedTrainer
@@ -155,18 +156,12 @@ def _seconds(folder: Path) -> float:
 
 def _end_at(stop: str, model: Any, tokenizer: Any, args: TROLLConfig) -> None:
     """Let a completion end at a string, which must be one token."""
-    ids = tokenizer.encode(stop, add_special_tokens=False)
-    if len(ids) != 1:
-        raise InputError(
-            f"a task whose completions end at {stop!r}, which is {len(ids)} tokens of this model",
-            "a model in whose vocabulary it is one token",
-            "a task with chat prompts, which end at the model's own end token",
-        )
+    token = stop_token(stop, tokenizer)
     own = model.generation_config.eos_token_id
     own = [] if own is None else own if isinstance(own, list) else [own]
-    model.generation_config.eos_token_id = [*own, ids[0]]
+    model.generation_config.eos_token_id = [*own, token]
     if args.use_vllm:
-        args.generation_kwargs = {**(args.generation_kwargs or {}), "stop_token_ids": ids}
+        args.generation_kwargs = {**(args.generation_kwargs or {}), "stop_token_ids": [token]}
 
 
 def _begin(plan: Plan) -> None:
