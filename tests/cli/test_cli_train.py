@@ -291,12 +291,20 @@ def test_a_report_is_written_unless_told_otherwise(tmp_path: Path, capsys: pytes
     assert f"Report: {run.path / 'report.html'}" in capsys.readouterr().out
 
 
+def test_a_run_without_evaluation(tmp_path: Path) -> None:
+    run = train(tmp_path, "--eval_strategy", "no")
+    assert [line["step"] for line in run.metrics()] == list(range(1, 9))
+    assert run.evaluations() == []
+
+
 def test_what_a_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared()  # the first test that asks for the model makes it, aloud
+    capsys.readouterr()
     run = train(tmp_path, "--kl_bound", "inf")  # which JSON has no word for
     out, err = capsys.readouterr()
     assert err == ""
     said = out.splitlines()
-    assert said[0].startswith("arithmetic: arithmetic, one-digit + -")
+    assert said[0].startswith("arithmetic: one-digit sums and differences, shots: 1")
     assert said[1] == f"{shared() / 'model'} → {run.path}"
     assert [line.split("  ")[0] for line in said if "tokens/s" in line] == ["step 8/8"]
     assert [line.split(":")[0] for line in said if "held-out reward" in line] == ["step 0", "step 4", "step 8"]
