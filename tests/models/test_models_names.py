@@ -44,7 +44,8 @@ def test_a_hub_name_passes_through(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/no/where", "~/nothing", "a/b/c", "runs/", "a\\b", ""])
-def test_a_path_to_nothing_is_no_hub_name(name: str) -> None:
+def test_a_path_to_nothing_is_no_hub_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"no folder; .*Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m$") as error:
         resolve_model(name)
     assert repr(name) in error.value.given

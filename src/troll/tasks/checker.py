@@ -74,7 +74,7 @@ def _sandboxed(package: str) -> tuple[list[str], dict[str, str]]:
     """The same for one that sees nothing but Python and the packages beside this one."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise InputError(f"no package {package}", "it", 'pip install "troll-rl[tasks]"')
+        raise InputError(f"no package {package}", "it", 'pip install "troll-rl[gym]"')
     visible = {"/packages": Path(spec.origin).parent.parent, "/worker.py": _WORKER}
     env = {"PYTHONPATH": "/packages", **_SAME}
     return sandbox.command([sandbox.python(), "-P", "/worker.py"], visible, env), {}
