@@ -129,10 +129,6 @@ def test_evaluations_before_during_and_after(runs: Runs, region: str) -> None:
     assert not any("eval_reward" in line for line in runs(region).metrics())
 
 
-def test_a_run_without_evaluation(tmp_path: Path) -> None:
-    assert train(tmp_path, "--eval_strategy", "no", "--eval_on_start", "false").evaluations() == []
-
-
 def test_the_last_update_is_evaluated_even_if_none_is_due(tmp_path: Path) -> None:
     steps = [line["step"] for line in train(tmp_path, "--eval_steps", "5").evaluations()]
     assert steps == [0, 5, MAX_STEPS]
