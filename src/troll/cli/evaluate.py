@@ -114,6 +114,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="tokens of a completion, at most (default: the run's, or the task's)",
     )  # fmt: skip
     how.add_argument("--seed", type=int, default=0, help="of sampling")
+    how.add_argument(
+        "--dangerously_run_code_unsandboxed", "--dangerously-run-code-unsandboxed", action="store_true",
+        help="where there is no sandbox, run what the model writes without one",
+    )  # fmt: skip
     how.add_argument("--output", metavar="FILE", help="write JSON here; else, with a run, eval.json in its folder")
     how.add_argument("--runs_dir", "--runs-dir", default="runs", metavar="DIR", help="the folder that has the runs")
     options = parser.parse_args(argv)
@@ -158,8 +162,10 @@ def _sampling(options: argparse.Namespace, subject: _Subject) -> Any:
 def _model_and_task(options: argparse.Namespace) -> _Subject:
     from troll.cli.train import options_of
     from troll.models import load_config
+    from troll.sandbox import admit_danger
     from troll.tasks import load_task
 
+    admit_danger(options.dangerously_run_code_unsandboxed)
     name = options.task or "arithmetic"
     makes_problems = name == "arithmetic" or name.startswith("gym:")
     load_config(options.model)
@@ -178,6 +184,7 @@ def _trained(folder: Path) -> _Subject:
     """The task of a run as it was trained on, so that no problem that is held out now was trained on then."""
     from troll.cli.flags import Flags
     from troll.cli.train import options_of
+    from troll.sandbox import admit_danger
     from troll.tasks import load_task
 
     if (folder / COMPARISON).is_file():
@@ -196,6 +203,7 @@ def _trained(folder: Path) -> _Subject:
         )
     flags = Flags(["--config", str(folder / CONFIG)])
     told = flags.run()
+    admit_danger(told.dangerously_run_code_unsandboxed)
     task = load_task(
         told.task,
         data=told.data,

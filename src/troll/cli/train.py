@@ -138,9 +138,11 @@ def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags]:
 def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: str) -> Any:
     """The run that these flags ask for, in a new folder or in one to go on with: ``troll.training.run.Plan``."""
     from troll.models import load_config, resolve_model
+    from troll.sandbox import admit_danger
     from troll.tasks import load_task
     from troll.training.run import Plan
 
+    admit_danger(settings.dangerously_run_code_unsandboxed)
     seed = flags.value("seed", defaults(settings.model, {}, has_gpu())["seed"])
     task = load_task(
         settings.task,

@@ -6,7 +6,6 @@ task.train[0]["prompt"], task.reward_funcs, task.held_out
 
 from troll.tasks.load import load_task, task_names
 from troll.tasks.rewards import RewardError
-from troll.tasks.sandbox import sandbox_status
 from troll.tasks.task import Task, exact_match, first_line, text_of
 
-__all__ = ["RewardError", "Task", "exact_match", "first_line", "load_task", "sandbox_status", "task_names", "text_of"]
+__all__ = ["RewardError", "Task", "exact_match", "first_line", "load_task", "task_names", "text_of"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
 
 from troll.errors import InputError
 from troll.tasks.records import Place, Record, need, read, to_dataset
@@ -41,7 +42,10 @@ def _prompt(record: Record) -> Record:
 
 
 def sources(
-    request: Request, problem: Callable[[Record], Record], usual: tuple[Place, Place | None] | None = None
+    request: Request,
+    problem: Callable[[Record], Record],
+    usual: tuple[Place, Place | None] | None = None,
+    options: Mapping[str, Any] = OPTIONS,
 ) -> tuple[list[Record], list[Record] | None]:
     """The problems to train on and, where they come from elsewhere, those to hold out.
 
@@ -49,8 +53,9 @@ def sources(
         request: its ``data`` and ``eval_data`` say where they are.
         problem: makes of a record one with a prompt, or raises.
         usual: where both are if the request does not say it.
+        options: that the task has, with their defaults.
     """
-    skip = request.choose(OPTIONS)["skip_incomplete"]
+    skip = request.choose(options)["skip_incomplete"]
     train, held_out = usual or (Place(""), None)
     if request.data is not None and request.data != train.source:
         train, held_out = Place(request.data), None

@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from troll.errors import InputError
+from troll.rewards.text import text_of as text_of
 
 Reward = Callable[..., Any]
 Row = dict[str, Any]
@@ -95,14 +96,6 @@ def _typed(value: Any, default: Any, given: str) -> Any:
     if default is not None and value is not None and type(value) is not type(default):
         raise InputError(given, f"{type(default).__name__}, e.g. {default!r}", "that type")
     return value
-
-
-def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a completion, plain or chat, as TRL hands it to a reward."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1]["content"] if completion else ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def first_line(text: str) -> str | None:

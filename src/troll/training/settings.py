@@ -19,7 +19,7 @@ class RunSettings:
     task: str = field(
         default="arithmetic",
         metadata={
-            "help": "arithmetic; gym:NAME for any task of reasoning-gym; gsm8k, math, mbpp, humaneval; a Python file "
+            "help": "arithmetic; gym:NAME for any task of reasoning-gym; gsm8k, math, mbpp, humaneval, code; a Python file "
             "of your own; or data, for any data set with prompts and a --reward."
         },
     )
@@ -49,6 +49,13 @@ class RunSettings:
     dry_run: bool = field(
         default=False,
         metadata={"help": "Print the settings and what the run will need in memory and time, and stop."},
+    )
+    dangerously_run_code_unsandboxed: bool = field(
+        default=False,
+        metadata={
+            "help": "Where there is no sandbox, run what the model writes without one: it can then do to this machine "
+            "whatever you can."
+        },
     )
     save_model: bool = field(default=True, metadata={"help": "Keep the trained model in the folder of the run."})
     write_report: bool = field(default=True, metadata={"help": "Write report.html at the end."})
