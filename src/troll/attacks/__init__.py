@@ -1,0 +1,1 @@
+"""Attacks on the rewards, to be tried on one's own machine."""
