@@ -3,15 +3,21 @@
 import dataclasses
 import json
 import platform
+import sys
+import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from troll.attacks import suite
+from troll.attacks.attack import Attack
 from troll.cli import doctor
 from troll.errors import InputError
 from troll.models import embedded, embedded_model
+from troll.sandbox import DANGER, filter, sandbox
 
 READY = "Nothing: everything `troll train` needs is here."
 
@@ -187,22 +193,128 @@ def test_a_model_that_cannot_be_converted(
     assert not (tmp_path / "not").exists()
 
 
-@pytest.mark.usefixtures("converted")
-def test_without_a_sandbox_training_still_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from troll.tasks.sandbox import sandbox_status
+@pytest.fixture
+def for_everybody() -> Iterator[Path]:
+    """A folder that nobody, whom root becomes, can enter; pytest's own are for their owner alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
-    sandbox_status.cache_clear()
-    monkeypatch.setenv("PATH", "")
-    try:
-        code, report, _ = found(capsys)
-    finally:
-        sandbox_status.cache_clear()
-    assert (code, report["sandbox"]["usable"]) == (0, False)
-    (step,) = [step for step in report["steps"] if step["command"] == "apt install bubblewrap"]
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """The sandbox is tried again."""
+    sandbox._tried.cache_clear()
+    yield
+    sandbox._tried.cache_clear()
+
+
+def advised(report: dict[str, Any]) -> dict[str, str]:
+    return {step["command"]: step["reason"] for step in report["steps"] if "model-written code" in step["reason"]}
+
+
+@pytest.mark.usefixtures("converted", "fresh")
+def test_with_bubblewrap_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    _, report, _ = found(capsys)
+    assert (report["sandbox"]["usable"], report["sandbox"]["name"], advised(report)) == (True, "bubblewrap", {})
+
+
+@pytest.mark.usefixtures("converted", "fresh")
+def test_with_landlock_bubblewrap_is_better(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, for_everybody: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(for_everybody))
+    code, report, _ = found(capsys)
+    assert (code, report["sandbox"]["usable"], report["sandbox"]["name"]) == (0, True, "landlock")
+    assert list(advised(report)) == ["apt install bubblewrap"]
+    assert advised(report)["apt install bubblewrap"].startswith("faster and tighter than Landlock, in which ")
+    sandbox._tried.cache_clear()
+    (for_everybody / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2; exit 1\n")
+    (for_everybody / "bwrap").chmod(0o755)
+    _, report, _ = found(capsys)
+    assert list(advised(report)) == ["let bubblewrap make user namespaces"]
+
+
+@pytest.fixture
+def no_filter(monkeypatch: pytest.MonkeyPatch, fresh: None) -> Iterator[None]:
+    """A machine without libseccomp."""
+    filter.program.cache_clear()
+    monkeypatch.setitem(sys.modules, "pyseccomp", None)
+    yield
+    filter.program.cache_clear()
+
+
+@pytest.mark.usefixtures("converted", "no_filter")
+def test_without_a_sandbox_training_still_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report, _ = found(capsys)
+    assert (code, report["sandbox"]["usable"], report["sandbox"]["name"]) == (0, False, "none")
+    (step,) = [step for step in report["steps"] if "libseccomp2" in step["command"]]
+    assert step["command"] == 'apt install libseccomp2, and pip install "troll-rl[rewards]"'
     assert not step["needed"]
     assert step["reason"].startswith("for tasks with model-written code: ")
+
+
+@pytest.mark.usefixtures("no_filter")
+def test_without_a_sandbox_nothing_is_attacked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "run", lambda *_: pytest.fail("attacked"))
+    assert doctor.run(["--attack"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("troll: given: model-written code to run, and no sandbox for it (")
+    assert "try: apt install bubblewrap" in said.err
+    monkeypatch.setenv(DANGER, "1")
+    assert doctor.run(["--attack"]) == 1
+    assert "given: no sandbox to be attacked, because" in capsys.readouterr().err
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> list[Attack]:
+    """Attacks that hold, that are known, and that succeed."""
+    attacks = [
+        Attack("a", "theft", "It tries a.", "def attack(): 1 / 0"),
+        Attack("b", "theft", "It tries b.", "def attack(): return 'b'", known=frozenset({"bubblewrap"})),
+        Attack("c", "escape", "It tries c.", "def attack(): return 'c'"),
+    ]
+    monkeypatch.setattr(suite, "_all", lambda: attacks)
+    return attacks
+
+
+def test_attacks(capsys: pytest.CaptureFixture[str], three: list[Attack]) -> None:
+    assert doctor.run(["--attack", "--isolation", "bubblewrap"]) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        "theft   a  held         It tries a.",
+        "theft   b  known limit  it got 'b'",
+        "escape  c  SUCCEEDED    it got 'c'",
+        "",
+        "bubblewrap held against 1 of 3 attacks; known limits: 1; SUCCEEDED: 1. Do not run code here that you do "
+        "not trust, and please report this.",
+    ]
+    progress = [line.split(" (")[0] for line in said.err.splitlines()]
+    assert progress[1:] == ["  theft: 1 of 2 held", "  escape: 0 of 1 held"]
+    del three[2]
+    assert doctor.run(["--attack", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["isolation"], report["held"]) == ("bubblewrap", True)
+    assert [(attack["name"], attack["held"], attack["known"]) for attack in report["attacks"]] == [
+        ("a", True, False),
+        ("b", False, True),
+    ]
+    assert doctor.run(["--attack", "--isolation", "landlock"]) == 1
+    assert "b  SUCCEEDED  it got 'b'" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("three")
+def test_attacks_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    _, text = printed(capsys, "--attack")
+    assert "\x1b[32mheld" in text
+    assert "\x1b[1;31mSUCCEEDED" in text
 
 
 @pytest.mark.usefixtures("converted")
@@ -221,7 +333,10 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.check(["--json"])
     doctor.check(["--help"])
     assert capsys.readouterr().out == ""
-    for argv in (["--jsn"], ["extra"]):
+    doctor.check(["--attack", "--isolation", "landlock", "--json"])
+    with pytest.raises(InputError, match=r"--isolation tent; expected: bubblewrap or landlock; try: leaving it out"):
+        doctor.run(["--attack", "--isolation", "tent"])
+    for argv in (["--jsn"], ["extra"], ["--isolation", "landlock"]):
         with pytest.raises(InputError, match=r"try: troll doctor --help"):
             doctor.check(argv)
     with pytest.raises(SystemExit) as stopped:

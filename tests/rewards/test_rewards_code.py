@@ -70,8 +70,9 @@ def verdict(worker, program, tests=TESTS, **options) -> Verdict:
         ("import os\na, b = os.read(0, 99).split()\nos.write(1, str(int(a) + int(b)).encode())", ADD, "pass"),
         (f"def main():\n    {SUM}\nif __name__ == '__main__':\n    main()", ADD, "pass"),
         (f"{SUM}\nimport sys\nsys.exit(0)", ADD, "pass"),
-        ("import threading\nthreading.stack_size(1 << 27)\nthreading.Thread(target=lambda: exec(" + repr(SUM) + ")).start()", ADD, "pass"),
-        ("import atexit, io, os, sys\nout = io.StringIO()\natexit.register(lambda: os.write(1, out.getvalue().encode()))\n"
+        (f"import threading\nthreading.stack_size(1 << 27)\nthreading.Thread(target=lambda: exec({SUM!r})).start()",
+         ADD, "pass"),
+        ("import atexit, io, os\nout = io.StringIO()\natexit.register(lambda: os.write(1, out.getvalue().encode()))\n"
          "print(sum(map(int, input().split())), file=out)", ADD, "pass"),
         (f"{SUM}\nimport sys\nsys.exit(1)", ADD, "crash"),
         (f"{SUM}\nraise ValueError", ADD, "crash"),
@@ -94,7 +95,12 @@ def test_a_file_that_is_too_large():
     assert verdict(worker, large).status == "limit"
     assert verdict(worker, "import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n" + large).status == "limit"
     assert verdict(worker, "for n in range(2000): open(f'/tmp/{n}', 'w').close()").status == "limit"
-    assert verdict(worker, "import threading, time\nfor n in range(99): threading.Thread(target=time.sleep, args=(9,)).start()").status == "crash"
+    assert (
+        verdict(
+            worker, "import threading, time\nfor n in range(99): threading.Thread(target=time.sleep, args=(9,)).start()"
+        ).status
+        == "crash"
+    )
     assert verdict(worker, SQUARE + large[10:].replace("17", "15")).status == "pass"
     worker.end()
 
@@ -115,6 +121,17 @@ SPIN = "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.
 def test_a_program_that_does_not_stop(worker, program, tests):
     assert verdict(worker, program, tests, seconds=0.7).status == "timeout"
     assert verdict(worker, SQUARE).status == "pass"
+
+
+def test_a_sandbox_without_namespaces_is_used_for_one_program():
+    for isolation in isolations():
+        worker = CodeWorker(isolation)
+        used = set()
+        for _ in range(3):
+            assert verdict(worker, SQUARE).status == "pass"
+            used.add(worker._sandbox._process.pid)
+        assert len(used) == {"bubblewrap": 1, "landlock": 3}[isolation.name]
+        worker.end()
 
 
 def test_processor_time_is_limited_too(worker, monkeypatch):
@@ -138,7 +155,10 @@ def test_large_inputs_and_outputs(worker):
     given = "\n".join(map(str, numbers)) + "\n"
     tests = {"inputs": [given], "outputs": [given]}
     assert verdict(worker, "import sys\nsys.stdout.write(sys.stdin.read())", tests).status == "pass"
-    assert verdict(worker, "import sys\nprint(len(sys.stdin.read()))", {**tests, "outputs": [str(len(given))]}).status == "pass"
+    assert (
+        verdict(worker, "import sys\nprint(len(sys.stdin.read()))", {**tests, "outputs": [str(len(given))]}).status
+        == "pass"
+    )
     assert verdict(worker, "print('early')", {**tests, "outputs": ["early"]}).status == "pass"  # it never reads
     source = f"{SQUARE}\nx = {'9' * 4000!r}\n" + "# " + "x" * 300_000
     assert verdict(worker, source).status == "pass"
@@ -148,8 +168,14 @@ def test_what_a_problem_runs_before_and_after(worker):
     program = "class Node:\n    def __init__(self, v): self.v = v\ndef value(n): return n.v + shift\n"
     tests = ["assert value(node) == 8"]
     assert verdict(worker, program, tests, setup="shift = 1", prepare="node = Node(7)").status == "pass"
-    assert verdict(worker, program.replace("Node", "Knot"), tests, setup="shift = 1", prepare="node = Node(7)").status == "crash"
-    assert verdict(worker, "print(shift + int(input()))", {"inputs": ["1"], "outputs": ["3"]}, setup="shift = 2").status == "pass"
+    assert (
+        verdict(worker, program.replace("Node", "Knot"), tests, setup="shift = 1", prepare="node = Node(7)").status
+        == "crash"
+    )
+    assert (
+        verdict(worker, "print(shift + int(input()))", {"inputs": ["1"], "outputs": ["3"]}, setup="shift = 2").status
+        == "pass"
+    )
 
 
 def test_a_setup_that_does_not_run_is_nobodys_fault(worker):
@@ -192,9 +218,11 @@ def test_a_test_that_cannot_be_held_is_nobodys_fault(worker):
     [
         "class A(float):\n    def __gt__(self, other): return True\n    def __lt__(self, other): return True\n"
         "    def __sub__(self, other): return self\n    def __abs__(self): return self\ndef f(x): return A('nan')",
-        "class A(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\ndef f(x): return A()",
-        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        for v in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
-        "            if isinstance(v, dict) and ('value' in v or 'test' in v): return v.get('value')\n        frame = frame.f_back",
+        "class A(int):\n    __hash__ = int.__hash__\n    def __eq__(self, other): return True\ndef f(x): return A()",
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for v in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+        "            if isinstance(v, dict) and ('value' in v or 'test' in v): return v.get('value')\n"
+        "        frame = frame.f_back",
         "import os\nos.write(4, b'{\"value\": 9}\\n' * 9)\ndef f(x): return 0",
         "import os\ndef f(x): os.write(4, b'{\"value\": 9}\\n'); return 0",
         "import os\ndef f(x): os.write(4, b'{\"held\": true}\\n'); os._exit(0)",
@@ -238,7 +266,7 @@ def test_cases_come_in_an_order_that_a_program_cannot_count_on(worker):
 
 def test_partial_credit(worker):
     tests = [f"assert f({x}) == {x * x}" for x in range(8)]
-    some = "def f(x):\n    if x == 3: raise ValueError\n    if x == 4: import os; os._exit(0)\n    return x * x if x < 6 else 0"
+    some = "def f(x):\n    if x == 3: 1 / 0\n    if x == 4: import os; os._exit(0)\n    return x * x if x < 6 else 0"
     found = verdict(worker, some, tests, all_cases=True)
     assert (found.passed, found.cases) == (4, 8)
     assert found.status in ("wrong", "crash")
@@ -356,7 +384,7 @@ def test_subclasses_are_written_as_what_they_extend():
     from collections import Counter, OrderedDict, namedtuple
     from enum import IntEnum
 
-    Point = namedtuple("Point", "x y")  # noqa: PYI024
+    Point = namedtuple("Point", "x y")
     Colour = IntEnum("Colour", "red green")
     given = [Counter("aab"), OrderedDict(a=1), Point(1, 2), Colour.green, frozenset({1})]
     assert decode(encode(given)) == [{"a": 2, "b": 1}, {"a": 1}, (1, 2), 2, {1}]
@@ -389,7 +417,10 @@ def test_as_a_reward_function_of_trl(reward):
     logged = {}
     completions = [f"```python\n{SQUARE}```", [{"role": "assistant", "content": SQUARE}], "def f(x): return 1", ""]
     given = reward(
-        prompts=[""] * 4, completions=completions, tests=[TESTS] * 4, log_metric=lambda name, value: logged.update({name: value})
+        prompts=[""] * 4,
+        completions=completions,
+        tests=[TESTS] * 4,
+        log_metric=lambda name, value: logged.update({name: value}),
     )
     assert given == [1.0, 1.0, 0.0, 0.0]
     assert logged == {"code/pass": 0.5, "code/wrong": 0.5}
@@ -405,7 +436,9 @@ def test_from_threads_and_from_a_running_loop(reward):
     tests = [[f"assert f(1) == {n % 3}"] for n in range(6)]
     right = [float(n == n % 3) for n in range(6)]
     found: list[list[float | None]] = []
-    threads = [threading.Thread(target=lambda: found.append(reward(completions=programs, tests=tests))) for _ in range(6)]
+    threads = [
+        threading.Thread(target=lambda: found.append(reward(completions=programs, tests=tests))) for _ in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -414,7 +447,10 @@ def test_from_threads_and_from_a_running_loop(reward):
 
     async def many():
         inside = reward(completions=programs, tests=tests)  # blocks the loop, and is right
-        return [inside, *await asyncio.gather(*(asyncio.to_thread(reward, completions=programs, tests=tests) for _ in range(4)))]
+        return [
+            inside,
+            *await asyncio.gather(*(asyncio.to_thread(reward, completions=programs, tests=tests) for _ in range(4))),
+        ]
 
     assert asyncio.run(many()) == [right] * 5
 

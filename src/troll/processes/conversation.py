@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import subprocess
 import weakref
@@ -25,7 +24,7 @@ class Conversation:
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
-        self.end = weakref.finalize(self, _end, self._process, os.getpid())
+        self.end = weakref.finalize(self, _end, self._process)
         assert self._process.stdout is not None
         assert self._process.stdin is not None
         self._lines = Lines(self._process.stdout.fileno(), self._process.stdin.fileno())
@@ -53,13 +52,10 @@ class Conversation:
         return lines[-1] if lines else ""
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    mine = os.getpid() == owner  # in a fork, only the pipes are
-    if mine:
-        process.kill()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()  # of a parent's process, in a fork, Popen knows that it is no child, and does nothing
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
-    if mine:
-        process.wait()
+    process.wait()

@@ -89,6 +89,8 @@ class Lines:
             part = os.read(self.replies, 1 << 16)
         except BlockingIOError:
             return None
+        except OSError as error:  # a socket whose other end has left without reading
+            raise Ended("it ended") from error
         if not part:
             raise Ended("it ended")
         return part

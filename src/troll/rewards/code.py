@@ -81,3 +81,11 @@ class CodeReward:
     def close(self) -> None:
         """End the sandboxes; they end with the program anyway."""
         self._pool.close()
+
+
+_shared = CodeReward()  # it has no sandbox before it is asked
+
+
+def code_reward(completions: Sequence[Any], tests: Sequence[Any], **columns: Any) -> list[float | None]:
+    """TRL's reward function, ``CodeReward`` as it is by default: 1.0 for a program that passes its tests, else 0.0."""
+    return _shared(completions, tests, **columns)

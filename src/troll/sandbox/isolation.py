@@ -17,7 +17,6 @@ from troll.errors import InputError
 
 DANGER = "TROLL_DANGEROUSLY_RUN_CODE_UNSANDBOXED"
 NOBODY = 65534
-_THREADS = {"RLIMIT_NPROC": 64}
 _LIMITS = {
     "RLIMIT_AS": 1 << 30,
     "RLIMIT_CPU": 6,  # seconds
@@ -67,13 +66,13 @@ def isolations(danger: bool = False) -> list[Isolation]:
         Isolation(
             "bubblewrap",
             "without network, files, privileges and most system calls",
-            {**_LIMITS, **_THREADS},
+            {**_LIMITS, "RLIMIT_NPROC": 64},
             renews=True,
         ),
         Isolation(
             "landlock",
             "without network, files, privileges and most system calls; it can see that a file of yours is there",
-            {**_LIMITS, **_THREADS},
+            {**_LIMITS, "RLIMIT_NPROC": 256},  # more than the user has, which varies
             listable=tuple({os.path.realpath(path) for path in _system() if os.path.isdir(path)}),
             readable=tuple(_without({os.path.realpath(path) for path in _system()}, packages())),
         ),

@@ -24,13 +24,16 @@ from typing import Any
 from datasets import Dataset
 
 from troll.errors import InputError
-from troll.tasks.checker import Checker
-from troll.tasks.task import Request, Row, Task, text_of
+from troll.processes import Pool
+from troll.rewards.checker import SECONDS, Checker, Question, Reply, apart, sandboxed
+from troll.rewards.text import text_of
+from troll.tasks.task import Request, Row, Task
 
 TRAIN_SIZE, HELD_OUT_SIZE = 1000, 100
 _HELD_OUT_SEED = 2510_03817
 _MAKE = 120.0  # seconds to make a problem
 _AS_SHOWN = "Reply with the answer only, as in the examples."
+Checkers = Pool[Question, Reply]
 _RUNS_TEXT = re.compile(r"\b(eval|exec|parse_expr|sympify|__import__)\(")
 
 
@@ -63,10 +66,10 @@ def load(request: Request) -> Task:
     seed = random.Random(f"gym {request.seed}").getrandbits(31)  # a maker's neighbouring seeds share problems
     fixed = _Source(_HELD_OUT_SEED, shots + (request.held_out_size or HELD_OUT_SIZE), "held_out_size")
     source = _Source(seed, request.train_size or TRAIN_SIZE, "train_size")
-    checker = _checker(maker, given, [fixed, source])
+    checkers = _checkers(maker, given, [fixed, source])
     seen: set[str] = set()
-    held_out = fixed.problems(checker, seen)
-    train = source.problems(checker, seen)
+    held_out = fixed.problems(maker, checkers, seen)
+    train = source.problems(maker, checkers, seen)
     if not all(example["answer"] for example in held_out[:shots]):
         raise InputError(f"shots={shots}; {request.name} knows no right answers to show", "shots=0", "leaving it out")
     answer_of = _whole if shots else _tagged
@@ -75,14 +78,14 @@ def load(request: Request) -> Task:
         description=f"reasoning-gym's {maker}, " + (f"{shots} worked examples" if shots else "the answer in tags"),
         train=_dataset(train, held_out[:shots]),
         held_out=_dataset(held_out[shots:], held_out[:shots]),
-        reward_funcs=[_Score(checker, answer_of)],
+        reward_funcs=[_Score(checkers, answer_of)],
         answer_of=answer_of,
         settings={"max_completion_length": 64 if shots else 256},
     )
 
 
-def _checker(maker: str, options: Row, sources: Sequence[_Source]) -> Checker:
-    """The process that makes the problems and scores the answers."""
+def _checkers(maker: str, options: Row, sources: Sequence[_Source]) -> Checkers:
+    """The processes that make the problems and score the answers."""
     import reasoning_gym
 
     try:
@@ -93,7 +96,8 @@ def _checker(maker: str, options: Row, sources: Sequence[_Source]) -> Checker:
         raise InputError(given, "options that its config allows", "other values") from error
     settings = [{**options, "seed": source.seed, "size": source.most} for source in sources]
     what = {"kind": "gym", "maker": maker, "settings": settings}
-    return Checker(what, needs="reasoning_gym" if _evaluates(maker) else None)
+    command, env = sandboxed("reasoning_gym") if _evaluates(maker) else apart()
+    return Pool(lambda: Checker(what, command, env), name="gym")
 
 
 @dataclass(frozen=True)
@@ -109,18 +113,21 @@ class _Source:
         """How many problems are looked at to find new ones. Some makers make them all at once."""
         return 2 * self.wanted + 200
 
-    def problems(self, checker: Checker, seen: set[str]) -> list[Row]:
+    def problems(self, maker: str, checkers: Checkers, seen: set[str]) -> list[Row]:
         """Those whose question is not in ``seen``, which grows."""
         found: list[Row] = []
-        for index in range(self.most):
+        for start in range(0, self.most, self.wanted):
+            indices = range(start, min(start + self.wanted, self.most))
+            made = checkers.map(Question({"seed": self.seed, "index": index}, _MAKE) for index in indices)
+            for index, reply in zip(indices, made, strict=True):
+                problem = reply.value if reply else None
+                if problem is not None and problem["question"] not in seen and len(found) < self.wanted:
+                    seen.add(problem["question"])
+                    found.append({**problem, "gym_seed": self.seed, "gym_index": index})
             if len(found) == self.wanted:
                 return found
-            problem = checker.ask(_MAKE, seed=self.seed, index=index)
-            if problem is not None and problem["question"] not in seen:
-                seen.add(problem["question"])
-                found.append({**problem, "gym_seed": self.seed, "gym_index": index})
         raise InputError(
-            f"{self.name}={self.wanted}; gym:{checker.what['maker']} ran out of new problems after {len(found)}",
+            f"{self.name}={self.wanted}; gym:{maker} ran out of new problems after {len(found)}",
             "no more problems than there are",
             f"{self.name}={max(1, len(found) // 2)}, or options that make more of them",
         )
@@ -171,15 +178,22 @@ class _Score:
 
     __name__ = "score"
 
-    def __init__(self, checker: Checker, answer_of: Callable[[str], str | None]) -> None:
-        self.checker, self.answer_of = checker, answer_of
+    def __init__(self, checkers: Checkers, answer_of: Callable[[str], str | None]) -> None:
+        self._checkers, self._answer_of = checkers, answer_of
 
     def __call__(
         self, completions: Sequence[Any], gym_seed: Sequence[int], gym_index: Sequence[int], **_: Any
-    ) -> list[float]:
-        """One score per completion, 0 for no answer and for one that cannot be scored."""
-        answers = [self.answer_of(text_of(completion)) for completion in completions]
-        return [
-            0.0 if answer is None else self.checker.ask(seed=seed, index=index, answer=answer) or 0.0
+    ) -> list[float | None]:
+        """One score per completion, 0 for no answer and for one that cannot be scored; None where nothing is known."""
+        answers = [self._answer_of(text_of(completion)) for completion in completions]
+        asked = [
+            {"seed": seed, "index": index, "answer": answer}
             for answer, seed, index in zip(answers, gym_seed, gym_index, strict=True)
+            if answer is not None
         ]
+        replies = iter(self._checkers.map(Question(question, SECONDS) for question in asked))
+        return [0.0 if answer is None else _score(next(replies)) for answer in answers]
+
+
+def _score(reply: Reply | None) -> float | None:
+    return None if reply is None else reply.value or 0.0

@@ -19,7 +19,7 @@ _TASKS = {  # name: (module, one line)
     "math": ("word_problems", "competition mathematics; --data for a file with problem and answer"),
     "mbpp": ("programs", "short Python functions, run against their tests in a sandbox"),
     "humaneval": ("programs", "Python functions from their signature and docstring, run in a sandbox"),
-    "code": ("programs", "programs of your own problems: --data with prompt and tests, for functions or standard input"),
+    "code": ("programs", "any programming problems: --data with prompt and tests, of functions or standard input"),
     "FILE.py": ("python_file", "a task of your own: train, held_out and reward in a Python file"),
     "data": ("data", "any data with a prompt column: needs --data and --reward"),
 }

@@ -19,8 +19,8 @@ class RunSettings:
     task: str = field(
         default="arithmetic",
         metadata={
-            "help": "arithmetic; gym:NAME for any task of reasoning-gym; gsm8k, math, mbpp, humaneval, code; a Python file "
-            "of your own; or data, for any data set with prompts and a --reward."
+            "help": "arithmetic; gym:NAME for any task of reasoning-gym; gsm8k, math, mbpp, humaneval, code; a "
+            "Python file of your own; or data, for any data set with prompts and a --reward."
         },
     )
     data: str | None = field(

@@ -1,0 +1,11 @@
+"""Rewards as plain functions, for TRL, verl, or anything else.
+
+trainer = GRPOTrainer(model, reward_funcs=[code_reward], train_dataset=problems_with_tests)
+"""
+
+from troll.rewards.code import CodeReward, code_reward
+from troll.rewards.judge import Verdict
+from troll.rewards.mathematics import MathReward, math_reward
+from troll.rewards.problems import Problem, read_problem
+
+__all__ = ["CodeReward", "MathReward", "Problem", "Verdict", "code_reward", "math_reward", "read_problem"]

@@ -1,0 +1,246 @@
+r"""What a completion answers, and what is certain about it without any algebra.
+
+An answer is read as a tree: lists, sets, tuples, intervals, unions and matrices are taken apart as text, down to leaves
+that are numbers, words or expressions. Two numbers are compared as exact fractions, so ``0.333`` is not ``1/3``; two
+words as text. What is left is a list of pairs of expressions, for ``troll.rewards.checker``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from troll.rewards.exact import fraction, number
+from troll.rewards.latex import inside, split, tidy
+
+LONGEST = 300  # characters of an answer; a longer one is wrong
+_DEEPEST, _MOST = 12, 40  # braces in braces; parts of a list
+_UNIT = re.compile(
+    r"(?P<value>.+?) ?(?:\\text\{(?P<text>[^{}]*)\}(?P<power>\^\{?\d\}?)?|(?P<percent>\\?%)|(?P<degree>\^\{?\\circ\}?)"
+    r"|(?<=[0-9}.]) ?(?P<word>[cmk]m|inch(es)?|f(oo|ee)?t|miles?|meters?|(square ?)?units?|dollars?|cents?|degrees?"
+    r"|seconds?|minutes?|hours?|days?|weeks?|months?|years?|percent))"
+)
+_BASE = re.compile(r"(?P<value>-?[0-9A-Z]+)_\{?(?P<base>\d+)\}?")
+_NAME = r"(?:\\?[a-zA-Z]+'*(?:_\{?\w+\}?)?|\\text\{[^{}]*\})(?: ?\([\w ,]*\)| [a-zA-Z]+)*"
+_NAMED = re.compile(rf"({_NAME})(?:=|\\in(?![a-zA-Z]))(.+)", re.DOTALL)
+_ORDER = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
+_RELATION = re.compile(r"=|<|>|\\(le|ge|ne|equiv|in|approx)(?![a-zA-Z])")
+_LEFT_TO_DO = re.compile(
+    r"\\(sum|prod|int|iint|oint|lim|limsup|liminf|max|min|sup|inf|gcd|lcm|det|deg|mod|bmod|pmod|operatorname|partial)"
+    r"(?![a-zA-Z])|\\frac\{d\}|(?<![a-z])(gcd|lcm|max|min|mod|lim|sum)(?![a-z])"
+)
+_ONLY_AS_TEXT = re.compile(
+    r"\\[lc]?dots|\.\.\.|:|(?<![_^\d])\d+ \d|\d_\{?\d|(?<![\^_])\d\{|\\(sim|cong|parallel|perp)(?![a-z])"
+)
+_BOMB = re.compile(
+    r"\^\{?[\d.]*\^|\^\{[^{}a-z]*\^|\^\{?[\d.,]{5,}|\d{5,}\}?\)?!|[)!}]!|\{\d{5,}\}\{|\d{60,}"  # as towers of powers
+)
+_UNKNOWN = re.compile(r"(?<![a-zA-Z\\])[a-df-hj-zA-Z](?![a-zA-Z])|(?<![a-zA-Z\\])[a-zA-Z]{2,}")
+_LOOSE = re.compile(r"\b(or|and|not|if|maybe|either)\b|(?<!\^)\d", re.IGNORECASE)
+_MEASURE = re.compile(
+    r"\b([mck]?m|in(che)?|inch|f(oo|ee)?t|yard|mile|mph|degree|second|min(ute)?|hour|day|week|month|year|dollar|cent|euro"
+    r"|[mk]?g|(kilo)?gram|(centi|kilo)?met(er|re)|pound|lb|ounce|lit(er|re)|gallon|base \d+)s?\b"
+)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A number, words in quotation marks, or an expression; with what it is the value of, and its unit."""
+
+    text: str
+    value: Fraction | None = None
+    unit: str = ""
+    name: str = ""
+
+    @property
+    def relation(self) -> str:
+        """All of it."""
+        return f"{self.name}={self.text}" if self.name else self.text
+
+
+@dataclass(frozen=True)
+class Group:
+    """Several answers between these ends: ``{}`` in any order, ``()`` and ``[)`` in theirs, rows of a matrix."""
+
+    ends: str
+    parts: tuple[Leaf | Group, ...]
+    name: str = ""
+
+
+Answer = Leaf | Group
+Pair = tuple[str, str]
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{…}`` with its braces in balance; None if there is none.
+
+    >>> boxed(r"so \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = max(text.rfind("\\boxed{"), text.rfind("\\boxed {"))
+    if start < 0:
+        return None
+    first = text.index("{", start)
+    depth = 0
+    for i in range(first, min(len(text), first + 4 * LONGEST)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[first + 1 : i].strip() or None
+    return None
+
+
+def final_number(text: str) -> str | None:
+    """The number after the last ``####``, else in the last box."""
+    _, mark, after = text.rpartition("####")
+    line = after.strip().split("\n", 1)[0] if mark else boxed(text) or ""
+    return number(line)
+
+
+def expression(text: str) -> str | None:
+    """The answer in the last box, in one way of writing where that is cheap. For majority votes."""
+    found = boxed(text)
+    tree = None if found is None else read(found)
+    return None if tree is None else _written(tree)
+
+
+def _written(tree: Answer) -> str:
+    if isinstance(tree, Leaf):
+        return tree.text + (f" {tree.unit}" if tree.unit == "%" else "")
+    parts = [_written(part) for part in tree.parts]
+    return f"{tree.ends[0]}{', '.join(sorted(parts) if tree.ends == '{}' else parts)}{tree.ends[-1]}"
+
+
+@functools.lru_cache(maxsize=16384)
+def read(answer: str) -> Answer | None:
+    """An answer as a tree; None for what is empty, too long or too deep to be one, or has control characters."""
+    if len(answer) > LONGEST or any(not c.isprintable() and not c.isspace() for c in answer):
+        return None
+    text = tidy(answer)
+    depth = deepest = 0
+    for character in text:
+        depth += {"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}.get(character, 0)
+        deepest = max(deepest, depth)
+    return None if not text or deepest > _DEEPEST else _tree(text)
+
+
+def _tree(text: str) -> Answer:
+    if fraction(text) is not None:
+        return _leaf(text)
+    if (named := _NAMED.fullmatch(text)) and not _RELATION.search(named[2]):
+        return replace(_tree(named[2]), name=named[1])
+    if len(parts := split(text, "\\approx")) == 2 and all(parts):
+        named = re.fullmatch(_NAME, parts[0])
+        return replace(_tree(parts[1]), name=parts[0]) if named else _tree(parts[0])
+    for parts in (split(text, ",;"), split(text, "\\cup")):
+        if 1 < len(parts) <= _MOST and all(parts):
+            return Group("{}", tuple(map(_tree, parts)))
+    if interval := _interval(text):
+        return interval
+    if text in ("\\emptyset", "\\varnothing", "\\{\\}"):
+        return Group("{}", ())
+    if text.count("\\pm") == 1 and "\\mp" not in text:
+        return Group("{}", tuple(_leaf(text.replace("\\pm", sign)) for sign in "+-"))
+    if found := inside(text):
+        opened, middle, closed = found
+        if opened.startswith("\\begin"):
+            rows = [tuple(map(_tree, split(row, "&"))) for row in split(middle.removesuffix("\\\\"), "\\\\")]
+            return Group(opened, tuple(Group("row", row) for row in rows))
+        parts = split(middle, ",;")
+        if opened == "\\{" and len(parts) <= _MOST and all(parts):
+            return _tree(parts[0]) if len(parts) == 1 else Group("{}", tuple(map(_tree, parts)))
+        if 1 < len(parts) <= _MOST and all(parts):
+            return Group(opened + closed, tuple(map(_tree, parts)))
+        if opened + closed == "()" and len(parts) == 1 and len(middle) > 1:
+            return _tree(middle)
+    return _leaf(text)
+
+
+def _interval(text: str) -> Group | None:
+    """Such as ``1 < x ≤ 2``: an unknown between two ends, or on one side of one."""
+    parts = [part.strip() for part in _ORDER.split(text)]
+    if len(parts) == 3 and re.fullmatch(_NAME, parts[2]):
+        parts = [parts[2], _FLIPPED[parts[1]], parts[0]]  # the unknown first
+    if len(parts) == 3 and re.fullmatch(_NAME, parts[0]):
+        name, sign, end = parts
+        low, high = ("-\\infty", end) if sign in ("<", "\\le") else (end, "\\infty")
+        first, last = "(" if low != end or sign == ">" else "[", ")" if high != end or sign == "<" else "]"
+    elif len(parts) == 5 and re.fullmatch(_NAME, parts[2]) and (parts[1] in "<\\le") == (parts[3] in "<\\le"):
+        low, before, name, after, high = parts
+        if before in (">", "\\ge"):
+            low, before, after, high = high, _FLIPPED[after], _FLIPPED[before], low
+        first, last = "(" if before == "<" else "[", ")" if after == "<" else "]"
+    else:
+        return None
+    return Group(first + last, (_tree(low), _tree(high)), name)
+
+
+_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+
+
+def _leaf(text: str) -> Leaf:
+    text = text.removeprefix("+")
+    unit = ""
+    if (match := _UNIT.fullmatch(text)) and not _RELATION.search(text):
+        text = match["value"]
+        word = (match["text"] or match["word"] or "").strip().lower()
+        unit = "%" if match["percent"] or word == "percent" else "degree" if match["degree"] else word.rstrip("s.")
+        unit += (match["power"] or "").strip("{}")
+    elif match := _BASE.fullmatch(text):
+        text, unit = match["value"], f"base {match['base']}"
+    if match := re.fullmatch(r"\\text\{([^{}]*)\}|\(?([A-Z])\)", text):
+        words = re.sub(r"[\s.,;()]+", " ", match[1] or match[2]).strip().casefold()
+        if fraction(words) is None:
+            return Leaf(f'"{words}"', None, unit)
+        text = words
+    value = fraction(text)
+    return Leaf(text if value is None else str(value), value, unit)
+
+
+def same(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]) -> bool:
+    """Whether two trees are equal where ``leaf`` says it of two leaves. It is asked for every two that could be."""
+    if gold.name and answer.name and gold.name != answer.name and not _relations(gold, answer):
+        return False
+    if isinstance(gold, Leaf) and isinstance(answer, Leaf):
+        return leaf(gold, answer)
+    if isinstance(gold, Leaf) or isinstance(answer, Leaf):
+        return False
+    if gold.ends != answer.ends or len(gold.parts) != len(answer.parts):
+        return False
+    if gold.ends != "{}":
+        return all(same(g, a, leaf) for g, a in zip(gold.parts, answer.parts, strict=True))
+    table = [[same(g, a, leaf) for a in answer.parts] for g in gold.parts]
+    return all(map(any, table)) and all(map(any, zip(*table, strict=True)))
+
+
+def _relations(gold: Answer, answer: Answer) -> bool:
+    """Whether one of them is a relation between expressions, which has to be compared as a whole."""
+    return any(isinstance(tree, Leaf) and _RELATION.search(tree.text) is not None for tree in (gold, answer))
+
+
+def certain(gold: Leaf, answer: Leaf) -> bool | Pair:
+    """Whether two leaves are equal, or the two expressions that decide it."""
+    if _relations(gold, answer):
+        if gold.relation == answer.relation:
+            return True
+        pair = (gold.relation, answer.relation)
+        solved = gold.name and not _UNKNOWN.search(gold.text)  # then an equation still to solve is no answer
+        return pair if all(map(_RELATION.search, pair)) and not solved and not _BOMB.search(answer.text) else False
+    if gold.text.startswith('"') or answer.text.startswith('"'):
+        words = answer.text.strip('"').replace(" ", "").casefold()
+        return words == gold.text.strip('"').replace(" ", "").casefold()
+    if "%" in (gold.unit, answer.unit) and gold.unit != answer.unit and gold.value is not None:
+        return answer.value in (gold.value, gold.value / 100 if gold.unit else gold.value * 100)
+    if answer.unit and answer.unit.replace(" ", "") != gold.unit.replace(" ", ""):
+        measures = _MEASURE.search(gold.unit) and _MEASURE.search(answer.unit)  # not so 3 dogs and 3 animals
+        if measures or (_LOOSE.search(answer.unit) and answer.unit != "base 10"):
+            return False
+    if gold.text == answer.text:
+        return True
+    if gold.value is not None or _ONLY_AS_TEXT.search(gold.text) or _ONLY_AS_TEXT.search(answer.text):
+        return False  # arithmetic that is left to do is no answer where the right one is a number
+    if _BOMB.search(answer.text) or (_LEFT_TO_DO.search(answer.text) and not _LEFT_TO_DO.search(gold.text)):
+        return False
+    return gold.text, answer.text
