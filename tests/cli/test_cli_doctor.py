@@ -17,7 +17,7 @@ from troll.attacks.attack import Attack
 from troll.cli import doctor
 from troll.errors import InputError
 from troll.models import embedded, embedded_model
-from troll.sandbox import DANGER, filter, sandbox
+from troll.sandbox import DANGER, sandbox, seccomp
 
 READY = "Nothing: everything `troll train` needs is here."
 
@@ -238,10 +238,10 @@ def test_with_landlock_bubblewrap_is_better(
 @pytest.fixture
 def no_filter(monkeypatch: pytest.MonkeyPatch, fresh: None) -> Iterator[None]:
     """A machine without libseccomp."""
-    filter.program.cache_clear()
+    seccomp.program.cache_clear()
     monkeypatch.setitem(sys.modules, "pyseccomp", None)
     yield
-    filter.program.cache_clear()
+    seccomp.program.cache_clear()
 
 
 @pytest.mark.usefixtures("converted", "no_filter")

@@ -18,8 +18,7 @@ import pytest
 from troll.errors import InputError
 from troll.processes.lines import Ended, Late
 from troll.rewards.inside import calls, values
-from troll.sandbox import DANGER, Sandbox, SandboxError, admit_danger, best, isolations, probe, sandbox, status
-from troll.sandbox import filter as seccomp
+from troll.sandbox import DANGER, Sandbox, SandboxError, admit_danger, best, isolations, probe, sandbox, seccomp, status
 from troll.sandbox.isolation import bubblewrap, for_everybody, python, user
 
 ALL = {isolation.name: isolation for isolation in isolations(danger=True)}

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from troll.errors import InputError
 from troll.models import EmbeddedModel, cache_folder, embedded_model
-from troll.sandbox import filter, status
+from troll.sandbox import seccomp, status
 from troll.training.settings import DEFAULT_MODEL
 
 DISTRIBUTION = "troll-rl"
@@ -255,7 +255,7 @@ def _sandbox_steps(sandbox: dict[str, Any]) -> Iterator[Step]:
     if sandbox["name"] == "landlock":
         reason = f"faster and tighter than Landlock, in which model-written code runs now: {sandbox['why']}"
     try:
-        filter.program()
+        seccomp.program()
     except InputError as error:
         yield Step(error.hint, reason, False)
         return

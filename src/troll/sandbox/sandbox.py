@@ -19,8 +19,7 @@ from types import ModuleType
 
 from troll.errors import InputError
 from troll.processes.lines import Lines, NoReply, ready
-from troll.sandbox import filter as seccomp
-from troll.sandbox import probe
+from troll.sandbox import probe, seccomp
 from troll.sandbox.isolation import DANGER, Isolation, isolations, python, user
 
 START = 60.0  # seconds until a sandbox that has not said a word counts as broken
