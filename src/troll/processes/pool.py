@@ -15,14 +15,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from troll.errors import InputError
 
 J = TypeVar("J")
 R = TypeVar("R")
-T = TypeVar("T")
 J_contra = TypeVar("J_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 _ROOM = 3  # jobs per worker that wait or are being done
@@ -91,31 +89,6 @@ class Pool(Generic[J, R]):
             Exception: of a job; what else was to be done for this call is dropped.
         """
         found: list[Future[R | None]] = []
-        unwanted = threading.Event()
-        outcome: SimpleQueue[list[R | None] | BaseException] = SimpleQueue()
-
-        def work() -> None:
-            try:
-                outcome.put(self._all(jobs, found, unwanted))
-            except BaseException as error:
-                outcome.put(error)
-
-        # Ctrl-C in the middle of an Event or a Future leaves its lock held, and what waits for it hangs. It reaches the
-        # main thread alone, so that this does nothing but look into a queue, where it does no harm.
-        threading.Thread(target=work, name=f"{self._name}-map", daemon=True).start()
-        try:
-            results = _get(outcome)
-        except BaseException:
-            unwanted.set()
-            for future in list(found):
-                future.cancel()
-            raise
-        if isinstance(results, BaseException):
-            raise results
-        return results
-
-    def _all(self, jobs: Iterable[J], found: list[Future[R | None]], unwanted: threading.Event) -> list[R | None]:
-        """The results of all jobs, which are submitted as there is room for them."""
         broken = threading.Event()
 
         def done(job: Future[R | None], room: threading.Semaphore = self._room) -> None:
@@ -132,7 +105,7 @@ class Pool(Generic[J, R]):
                     self._room.release()
                     raise
                 found[-1].add_done_callback(done)
-                if broken.is_set() or unwanted.is_set():
+                if broken.is_set():
                     break
             return [future.result() for future in found]
         except BaseException:
@@ -186,13 +159,6 @@ class Pool(Generic[J, R]):
                 f"workers that fail for at most {_SHARE:.0%} of the jobs",
                 "troll doctor, which says what is missing",
             ) from failure
-
-
-def _get(queue: SimpleQueue[T]) -> T:
-    """What comes out of a queue; looks up now and then, in case that it was interrupted without a signal."""
-    while True:
-        with contextlib.suppress(Empty):
-            return queue.get(timeout=1.0)
 
 
 def _end_all(workers: list[Worker[Any, Any]], owner: int) -> None:
