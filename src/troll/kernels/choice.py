@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import cache
 from typing import Literal, NamedTuple, cast, get_args
 
 import torch
@@ -20,6 +19,7 @@ from troll.errors import InputError, require_choice
 
 Impl = Literal["auto", "reference", "torch", "triton"]
 VARIABLE = "TROLL_IMPL"
+_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 class Choice(NamedTuple):
@@ -35,22 +35,18 @@ def choose(impl: Impl, device: torch.device, cannot: str | None = None) -> Choic
     What is asked for by name is what computes, or an error. ``auto`` never fails.
     """
     require_choice("impl", impl, get_args(Impl))
+    if torch.compiler.is_compiling() and impl in ("auto", "reference"):
+        return Choice("reference", "inside torch.compile, which fuses plain operators itself")
     asked = f"impl={impl!r}"
     if impl == "auto" and os.environ.get(VARIABLE):
         asked = f"{VARIABLE}={os.environ[VARIABLE]}"
         impl = cast(Impl, os.environ[VARIABLE])
         require_choice(VARIABLE, impl, get_args(Impl))
     obstacle = cannot or _no_triton(device)
-    if impl == "triton":
-        if torch.compiler.is_compiling():
-            obstacle = "torch.compile traces PyTorch operators"
-        if obstacle is not None:
-            raise InputError(f"{asked} where {obstacle}", "tensors that the kernels can work on", "impl='auto'")
-        return Choice("triton", f"asked for by {asked}")
+    if impl == "triton" and obstacle is not None:
+        raise InputError(f"{asked} where {obstacle}", "tensors that the kernels can work on", "impl='auto'")
     if impl != "auto":
         return Choice(impl, f"asked for by {asked}")
-    if torch.compiler.is_compiling():
-        return Choice("reference", "inside torch.compile, which fuses plain operators itself")
     if device.type == "cpu":
         return Choice("torch", "tensors on a CPU")
     if obstacle is not None:
@@ -60,7 +56,9 @@ def choose(impl: Impl, device: torch.device, cannot: str | None = None) -> Choic
 
 def _no_triton(device: torch.device) -> str | None:
     """Why Triton cannot work on tensors of this device, or None."""
-    if not _installed():
+    if torch.compiler.is_compiling():
+        return "torch.compile traces PyTorch operators"
+    if not _INSTALLED:
         return "Triton is not installed (pip install triton)"
     if device.type != "cuda" and not interpreted():
         return f"tensors are on {device.type}: Triton needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
@@ -70,8 +68,3 @@ def _no_triton(device: torch.device) -> str | None:
 def interpreted() -> bool:
     """Whether kernels are interpreted on the CPU, as the tests do."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from troll.errors import InputError
-from troll.policy.gather import log_probs_at, scaled
+from troll.kernels import Choice, Impl
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
-from troll.policy.select import log_norms, select, undefined
+from troll.policy.rows import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
 from troll.policy.sparse import SparsePolicy
 
 
@@ -21,6 +24,7 @@ def sparsify(
     temperature: float = 1.0,
     loss_mask: Tensor | None = None,
     on_invalid: OnInvalid = "raise",
+    impl: Impl = "auto",
 ) -> SparsePolicy:
     """Keep the most probable tokens of each position until 1 − ``tail_mass`` of the probability is covered.
 
@@ -38,32 +42,30 @@ def sparsify(
         on_invalid: what to do where counted logits are NaN or +inf or give the sampled token no probability:
             ``"raise"``, or ``"mask"`` those positions (``valid`` is False there; the losses count them). Inside
             ``torch.compile``, where nothing can be raised, they are masked.
+        impl: what computes, see ``troll.kernels.choice``.
     """
     check_support(max_support, tail_mass)
-    flat = _Rows(logits, sampled, temperature, loss_mask, on_invalid)
-    with torch.no_grad():
-        log_norm = log_norms(flat.logits, temperature)
-        ids = select(flat.logits, flat.sampled, log_norm, max_support, tail_mass, temperature)
-        ids = flat.drop_uncounted(ids, log_norm)
-    return flat.policy(ids, log_norm)
+    rows = _Rows(logits, sampled, temperature, loss_mask, on_invalid)
+    return rows.policy(MostProbable(max_support, tail_mass), impl)
 
 
 def restrict(
-    logits: Tensor, old: SparsePolicy, *, loss_mask: Tensor | None = None, on_invalid: OnInvalid = "raise"
+    logits: Tensor,
+    old: SparsePolicy,
+    *,
+    loss_mask: Tensor | None = None,
+    on_invalid: OnInvalid = "raise",
+    impl: Impl = "auto",
 ) -> SparsePolicy:
     """The policy of these logits on the support and at the temperature of ``old``: the proposal for ``tail="bucket"``.
 
-    Nothing is selected; what lies outside the support of ``old`` is the tail, with its exact mass and gradient.
-    Arguments as for ``sparsify``; positions that ``old`` masks out stay masked out.
+    Nothing is selected; what lies outside the support of ``old`` is the tail, with its exact mass and gradient. A kept
+    token that became impossible leaves the support; its mass, zero, joins the tail. Arguments as for ``sparsify``;
+    positions that ``old`` masks out stay masked out.
     """
-    flat = _Rows(logits, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
-    check_vocabulary(flat.logits.shape[-1], old.vocab_size)
-    with torch.no_grad():
-        log_norm = log_norms(flat.logits, old.temperature)
-        ids = flat.drop_uncounted(old.token_ids.reshape(-1, old.token_ids.shape[-1]), log_norm)
-        # A kept token that became impossible leaves the support; its mass, zero, joins the tail.
-        ids = torch.where(flat.at(ids.clamp(min=0)) == -torch.inf, -1, ids)
-    return flat.policy(ids, log_norm)
+    rows = _Rows(logits, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
+    check_vocabulary(rows.vocab_size, old.vocab_size)
+    return rows.policy(old.token_ids.reshape(-1, old.token_ids.shape[-1]), impl)
 
 
 class _Rows(Positions):
@@ -89,19 +91,15 @@ class _Rows(Positions):
         super().__init__(logits.shape[-1], sampled, temperature, loss_mask, on_invalid, skip)
         self.logits = logits.reshape(-1, logits.shape[-1]) if sampled.dim() != 1 else logits
 
-    def at(self, ids: Tensor) -> Tensor:
-        """The scaled logits of these tokens, [N, K]."""
-        return scaled(self.logits.gather(-1, ids), self.temperature)
-
-    def drop_uncounted(self, ids: Tensor, log_norm: Tensor) -> Tensor:
-        """Empty the support where the mask says so, and where the logits define no distribution."""
-        bad = self.counted & undefined(log_norm, self.at(self.sampled[:, None])[:, 0])
-        self.refuse(bad, lambda row: scaled(self.logits[row], self.temperature))
-        return torch.where((self.counted & ~bad)[:, None], ids, -1)
-
-    def policy(self, ids: Tensor, log_norm: Tensor) -> SparsePolicy:
-        """The policy of these logits at the kept ids."""
-        log_probs, log_tail = log_probs_at(self.logits, ids, log_norm, self.temperature)
+    def policy(self, support: MostProbable | Tensor, impl: Impl) -> SparsePolicy:
+        """The policy of these logits on that support."""
+        logit = Logit(temperature=self.temperature)
+        K = min(support.max_support, self.vocab_size) if isinstance(support, MostProbable) else support.shape[-1]
+        choice = choose_for(impl, self.logits.device, self.logits.dtype, K, logit)
+        ids, log_probs, log_tail = _ScoreLogits.apply(  # type: ignore[no-untyped-call]
+            self.logits, logit, self.sampled, support, self.counted, choice
+        )
+        self.refuse(self.counted & (ids[:, 0] < 0), lambda row: logit.read(self.logits[row].detach()))
         return SparsePolicy.trusted(
             ids.reshape(*self.shape, ids.shape[-1]),
             log_probs.reshape(*self.shape, ids.shape[-1]),
@@ -109,3 +107,32 @@ class _Rows(Positions):
             vocab_size=self.vocab_size,
             temperature=self.temperature,
         )
+
+
+class _ScoreLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        logit: Logit,
+        sampled: Tensor,
+        support: MostProbable | Tensor,
+        counted: Tensor,
+        choice: Choice,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores = score(logits, logit, sampled, support, counted, choice, entropy=False)
+        ctx.save_for_backward(logits, *scores)
+        ctx.logit, ctx.choice = logit, choice
+        ctx.mark_non_differentiable(scores.token_ids)
+        ctx.set_materialize_grads(False)
+        return scores.token_ids, scores.log_probs, scores.log_tail
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, _: Any, g_log_probs: Tensor | None, g_tail: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None, None]:
+        logits, *scores = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        gradient(logits, ctx.logit, Scores(*scores), Upstream(g_log_probs, g_tail), grad, ctx.choice)
+        return grad, None, None, None, None, None

@@ -1,0 +1,70 @@
+"""Rows of logits → the numbers of a sparse policy, and the gradients of those back to the rows.
+
+For logits z, a support S and L = log Σ e^z:   log p_k = z_k − L for k ∈ S,   log tail = log Σ_{j∉S} e^{z_j} − L,
+entropy = L − Σ p z.  With upstream gradients g_k, g_τ, g_H, p = softmax(z), τ the mass of the tail and Γ = Σ g_k + g_τ:
+
+    ∂/∂z_k = g_k − p_k Γ  (k ∈ S),     ∂/∂z_j = p_j (g_τ / τ − Γ)  (j ∉ S),     both − p_j (log p_j + H) g_H
+
+so the way back needs L and the logits that are there already. ``reference`` is the definition, ``tuned`` the same for
+CPUs, ``troll.kernels.rows`` the same for GPUs. All compute in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from troll.kernels import Choice, Impl, choose
+from troll.policy.rows import reference, tuned
+from troll.policy.rows.types import Logit, MostProbable, Scores, Upstream, work_dtype
+
+__all__ = ["Logit", "MostProbable", "Scores", "Upstream", "choose_for", "gradient", "score", "work_dtype"]
+
+KERNEL_SUPPORT = 256  # most tokens per position that the kernels keep
+
+
+def choose_for(impl: Impl, device: torch.device, dtype: torch.dtype, support: int, logit: Logit) -> Choice:
+    """What computes for rows of this type, with so many tokens kept."""
+    cannot = None
+    if work_dtype(dtype) == torch.float64:
+        cannot = "logits are fp64"
+    elif support > KERNEL_SUPPORT:
+        cannot = f"max_support is {support}, above the {KERNEL_SUPPORT} of the kernels"
+    elif not logit.scale > 0:
+        cannot = f"the logit scale is {logit.scale}"
+    return choose(impl, device, cannot)
+
+
+def _module(choice: Choice) -> Any:
+    if choice.impl == "triton":
+        from troll.kernels import rows
+
+        return rows
+    return tuned if choice.impl == "torch" else reference
+
+
+def score(
+    tile: Tensor,
+    logit: Logit,
+    sampled: Tensor,
+    support: MostProbable | Tensor,
+    counted: Tensor | None,
+    choice: Choice,
+    *,
+    entropy: bool = True,
+) -> Scores:
+    """Score rows [N, V] at their most probable tokens, or at given ids [N, K] (−1: unused, slot 0 the sampled token).
+
+    Rows that are not ``counted`` [N], whose logits define no distribution, or none in which the sampled token can occur
+    have no support: ids −1, log-probabilities −inf, a tail of mass 1, entropy 0. A given token that is impossible
+    leaves the support.
+    """
+    scores: Scores = _module(choice).score(tile, logit, sampled, support, counted, entropy)
+    return scores
+
+
+def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, choice: Choice) -> None:
+    """Write to ``out``, which may be the tile itself, the gradient of the rows; zero where a row has no support."""
+    _module(choice).gradient(tile, logit, scores, upstream, out)
