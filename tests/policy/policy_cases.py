@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
-from troll.policy import SparsePolicy
+from troll.policy import SparsePolicy, restrict
 
 INF = math.inf
 F32, F64 = torch.float32, torch.float64
@@ -90,6 +90,14 @@ def dense(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> tuple[
         rest = [i for i in range(len(row)) if i not in used]
         tails.append(row[rest].exp().sum().log())
     return torch.stack(rows), torch.stack(tails)
+
+
+def at_ids(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities at given ids [N, K] (−1: unused, slot 0 used) and the log of the rest, differentiable."""
+    nothing = torch.zeros(token_ids.shape, dtype=F64)
+    policy = restrict(logits, SparsePolicy.trusted(token_ids, nothing, nothing[:, 0], logits.shape[-1], temperature))
+    assert torch.equal(policy.token_ids, token_ids)
+    return policy.log_probs, policy.log_tail
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import F32, F64, INF, close, dense, ids, normal, same_bits
+from policy_cases import F32, F64, INF, at_ids, close, dense, ids, normal, same_bits
 from torch import Tensor
 
 from troll.policy import SparsePolicy, sparsify
-from troll.policy.gather import log_probs_at
-from troll.policy.select import log_norms
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -63,7 +61,7 @@ def test_gradient_by_hand(part: str) -> None:
     """p = ½, ¼, ⅛, ⅛; support {1, 0}; d log p₁, d log τ with τ = ¼ written out from e^z / Σ."""
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=F64).log().requires_grad_()
     token_ids = torch.tensor([[1, 0]])
-    log_probs, log_tail = log_probs_at(logits, token_ids, log_norms(logits.detach(), 1.0), 1.0)
+    log_probs, log_tail = at_ids(logits, token_ids)
     assert log_probs[0].exp().tolist() == close([0.25, 0.5], rel=1e-15)
     assert log_tail.exp().tolist() == close([0.25], rel=1e-15)
     out = {"kept": log_probs[0, 0], "tail": log_tail[0], "both": log_probs[0, 0] + log_tail[0]}[part]
@@ -87,7 +85,7 @@ def test_gradcheck(temperature: float, excluded: bool, unused: bool) -> None:
     used = token_ids >= 0
 
     def kept_and_tail(z: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs, log_tail = log_probs_at(z, token_ids, log_norms(z.detach(), temperature), temperature)
+        log_probs, log_tail = at_ids(z, token_ids, temperature)
         return log_probs[used], log_tail
 
     assert torch.autograd.gradcheck(kept_and_tail, (logits.requires_grad_(),), eps=1e-6, atol=1e-8, rtol=1e-6)
@@ -120,7 +118,7 @@ def test_the_log_of_an_empty_tail_has_no_gradient() -> None:
     """Row 0 keeps everything: its log tail is −inf, a constant. Row 1 has one token in the tail, gradient 1 − p₂."""
     leaf = torch.tensor([[0.0, 1.0, -INF], [0.0, 1.0, 2.0]], dtype=F64, requires_grad=True)
     token_ids = torch.tensor([[0, 1], [0, 1]])
-    _, log_tail = log_probs_at(leaf, token_ids, log_norms(leaf.detach(), 1.0), 1.0)
+    _, log_tail = at_ids(leaf, token_ids)
     log_tail.sum().backward()
     assert leaf.grad[0].tolist() == [0.0, 0.0, 0.0]
     p = torch.softmax(leaf.detach()[1], -1).tolist()

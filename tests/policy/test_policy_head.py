@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from troll import Head, SparsePolicy, restrict, sparsify
 from troll.policy import Scored
-from troll.policy import gather as gather_module
-from troll.policy import head as head_module
+from troll.policy import products as products_module
+from troll.policy.rows import types
 
 V, H, N, K = 53, 7, 11, 6
 BF16, F16 = torch.bfloat16, torch.float16
@@ -37,12 +37,12 @@ CLOSE = 1e-12
 
 
 @contextmanager
-def tiles(tile: int, columns: int, chunk: int) -> Iterator[None]:
-    """Work in tiles of this many logits, slices of this many tokens and chunks of this many logits."""
+def tiles(tile: int, columns: int, chunk: int, dtype: torch.dtype = F64) -> Iterator[None]:
+    """Work in tiles of this many logits of this type, slices of this many tokens and chunks of this many logits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_module, "_TILE_ELEMENTS", {"cpu": tile, "other": tile})
-        patch.setattr(head_module, "_VOCABULARY_SLICE", columns)
-        patch.setattr(gather_module, "_CHUNK_ELEMENTS", chunk)
+        patch.setattr(products_module, "_TILE_BYTES", dict.fromkeys(("cpu", "other"), tile * dtype.itemsize))
+        patch.setattr(products_module, "_VOCABULARY_SLICE", columns)
+        patch.setattr(types, "_CHUNK_ELEMENTS", chunk)
         yield
 
 
@@ -298,7 +298,7 @@ def test_each_number_has_its_own_gradient(part: int, how: str) -> None:
 def test_a_second_backward_says_the_same_and_nothing_given_is_changed() -> None:
     one = case(dtype=F32)
     parameters = leaves(one)
-    with tiles(*THREE_ROWS):
+    with tiles(*THREE_ROWS, dtype=F32):
         total = functional(from_hidden(one, *parameters))
         once = torch.autograd.grad(total, parameters, retain_graph=True)
         twice = torch.autograd.grad(total, parameters)
@@ -363,7 +363,7 @@ def test_other_precisions_round_the_products_and_their_gradient_and_sum_in_fp32(
     if dtype == BF16:
         exactly = products(one.hidden.double(), one.weight.double(), one.bias.double())
         assert (exactly - product.double()).abs().max().item() > 0.01
-    with tiles(*tiling):
+    with tiles(*tiling, dtype=dtype):
         ours = by_head(one)
     same = by_logits(one)
     assert torch.equal(ours.policy.token_ids, same.policy.token_ids)
@@ -398,7 +398,7 @@ def test_large_logits_lose_nothing(how: str) -> None:
     """
     one = coarse(F32, how)
     old, far = one.old, replace(one, bias=one.bias + 2048)
-    with tiles(*THREE_ROWS):
+    with tiles(*THREE_ROWS, dtype=F32):
         assert all(same_bits(*x) for x in zip(named(by_head(far, old=old)), named(by_head(one, old=old)), strict=True))
 
 
@@ -408,7 +408,7 @@ def test_fp32_is_the_dense_way_up_to_rounding(how: str, softcap: float | None) -
     """The order of a sum of 7 products and a bias decides over 8 roundings, each 2⁻²⁴ of Σ |h w| + |b|, in each way."""
     one = case(how, F32, softcap=softcap)
     old, size = one.old, (one.hidden.abs() @ one.weight.abs().T + one.bias.abs()).max().item()
-    with tiles(*THREE_ROWS):
+    with tiles(*THREE_ROWS, dtype=F32):
         ours = by_head(one, old=old)
     theirs = by_logits(one, old=old)
     assert same_bits(ours.policy.token_ids, theirs.policy.token_ids)
@@ -447,7 +447,7 @@ def test_autocast_computes_the_products_in_its_type(how: str, backward_inside: b
     half = coarse(BF16, how)
     single, old = rounding_away(half), half.old
     parameters = leaves(single)
-    with tiles(*THREE_ROWS):
+    with tiles(*THREE_ROWS, dtype=BF16):
         with bf16():
             scored = from_hidden(single, *parameters, old)
         with bf16() if backward_inside else nullcontext():
@@ -493,7 +493,7 @@ def test_bf16_gradients_are_as_good_as_the_dense_way_in_whatever_tiles(how: str,
     parameters = leaves(one)
     with bf16() if autocast else nullcontext():
         z = products(*parameters).float()
-        with tiles(*ONE_ROW):
+        with tiles(*ONE_ROW, dtype=BF16):
             ours = by_head(one, old=old)
     theirs = outcome(from_logits(one, z, old), parameters)
     assert torch.equal(ours.policy.token_ids, theirs.policy.token_ids)
@@ -511,7 +511,7 @@ def test_six_hundred_equal_rows_add_up_in_half_precision() -> None:
     grads = []
     for n in (1, 600):
         leaf, bias = weight.clone().requires_grad_(), torch.zeros(V, dtype=BF16, requires_grad=True)
-        with tiles(*ONE_ROW):
+        with tiles(*ONE_ROW, dtype=BF16):
             policy, _ = Head(leaf, bias).sparsify(hidden.expand(n, -1), sampled.expand(n), 4)
             policy.sampled_log_probs.sum().backward()
         grads.append((leaf.grad, bias.grad))
@@ -642,7 +642,7 @@ def test_nothing_as_large_as_the_logits_is_made(how: str) -> None:
     """Nothing is larger than a tile, of four rows, and only a chunk of it, of two, is ever there in fp32."""
     one = large(how, BF16)
     old = one.old
-    with tiles(4 * WIDE_V + 3, 100, 2 * WIDE_V + 1):
+    with tiles(4 * WIDE_V + 3, 100, 2 * WIDE_V + 1, dtype=BF16):
         with Work() as ours:
             by_head(one, old=old)
         with Work() as theirs:
@@ -657,7 +657,7 @@ def test_the_weight_is_converted_slice_by_slice(how: str) -> None:
     """A frozen fp32 weight under bf16 hidden states: no second one is made, neither forward nor backward."""
     one = coarse(BF16, how, n=1)
     hidden, weight, old = one.hidden.clone().requires_grad_(), one.weight.float(), one.old
-    with tiles(3 * V, 17, 2 * V), Work() as work:
+    with tiles(3 * V, 17, 2 * V, dtype=BF16), Work() as work:
         functional(from_hidden(one, hidden, weight, None, old)).backward()
     assert work.largest(BF16) == work.largest(F32) == 17 * 16 < V * 16
     assert hidden.grad.abs().max().item() > 0.1

