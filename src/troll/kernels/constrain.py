@@ -19,15 +19,10 @@ from troll.kernels.solver import _INF, current, kl_terms, normalised, path, poin
 
 WRONG_SAMPLED, WRONG_SUPPORT, WRONG_BOUND, LOST_MASS = 1, 2, 4, 8
 """What ``Constrained.faults`` is made of."""
-_CHUNK = tl.constexpr(16)  # slots of the other side that are compared at once
 
 
-class Rows(NamedTuple):
-    """A sparse policy as rows: ids and log-probabilities [N, K], log of the dropped mass [N]."""
-
-    token_ids: Tensor
-    log_probs: Tensor
-    log_tail: Tensor
+Rows = tuple[Tensor, Tensor, Tensor]
+"""A sparse policy: token ids [N, K], log-probabilities [N, K], log of the dropped mass [N]."""
 
 
 class Constrained(NamedTuple):
@@ -49,19 +44,21 @@ class Constrained(NamedTuple):
 
 def constrain(proposal: Rows, old: Rows, kl_bound: Tensor, bucket: bool, log_floor: float) -> Constrained:
     """``kl_bound`` is [N], expanded where it is one number; ``bucket`` is the tail, else floor."""
-    log_ratio, pull, numbers, flags, iterations, faults = _Constrain.apply(
-        proposal.log_probs, proposal.log_tail, proposal.token_ids, *old, kl_bound, bucket, log_floor
+    log_ratio, pull, numbers, flags, iterations, faults = _Constrain.apply(*proposal, *old, kl_bound, bucket, log_floor)
+    mix, eta, kl_before, kl_after, lost_mass = numbers.unbind()
+    active, converged = flags.unbind()
+    return Constrained(
+        log_ratio, pull, mix, eta, kl_before, kl_after, lost_mass, active, converged, iterations, faults
     )
-    return Constrained(log_ratio, pull, *numbers.unbind(), *flags.unbind(), iterations, faults)
 
 
 class _Constrain(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        token_ids: Tensor,
         log_probs: Tensor,
         log_tail: Tensor,
-        token_ids: Tensor,
         old_ids: Tensor,
         old_log_probs: Tensor,
         old_log_tail: Tensor,
@@ -70,10 +67,13 @@ class _Constrain(torch.autograd.Function):
         log_floor: float,
     ) -> tuple[Tensor, ...]:
         rows = [x.contiguous() for x in (token_ids, log_probs, log_tail, old_ids, old_log_probs, old_log_tail)]
-        N, new = len(log_probs), log_probs.new_empty
-        log_ratio, pull, numbers = new(N), new(N), new(5, N)
-        flags, iterations = new((2, N), dtype=torch.bool), new(N, dtype=torch.int64)
-        mix, faults = new(N, dtype=torch.float64), torch.zeros(1, dtype=torch.int32, device=log_probs.device)
+        N, device = len(log_probs), log_probs.device
+        log_ratio, pull = torch.empty_like(rows[2]), torch.empty_like(rows[2])
+        numbers = torch.empty(5, N, dtype=log_probs.dtype, device=device)
+        flags = torch.empty(2, N, dtype=torch.bool, device=device)
+        iterations = torch.empty(N, dtype=torch.int64, device=device)
+        mix = torch.empty(N, dtype=torch.float64, device=device)
+        faults = torch.zeros(1, dtype=torch.int32, device=device)
         ctx.settings = _settings(token_ids, old_ids, bucket, log_floor)
         if N > 0:
             with current(log_probs.device):
@@ -118,7 +118,7 @@ class _Constrain(torch.autograd.Function):
                     0 if on_pull is None else on_pull.stride(0),
                     **ctx.settings,
                 )
-        return grad, grad_tail, *(None,) * 7
+        return None, grad, grad_tail, *(None,) * 6
 
 
 def _settings(token_ids: Tensor, old_ids: Tensor, bucket: bool, log_floor: float) -> dict[str, Any]:
@@ -155,31 +155,25 @@ def _join(
     whether that holds a token.
     """
     half: tl.constexpr = S // 2
-    ids, log_probs, old_ids, old_log_probs = (
-        ids + row * K,
-        log_probs + row * K,
-        old_ids + row * OLD_K,
-        old_log_probs + row * OLD_K,
-    )
+    ids, log_probs = ids + row * K, log_probs + row * K
+    old_ids, old_log_probs = old_ids + row * OLD_K, old_log_probs + row * OLD_K
     of_old = slot < half
     own = tl.where(of_old, slot, slot - half)
     at_old, at_new = of_old & (own < OLD_K), (slot >= half) & (own < K)
-    id_ = tl.load(old_ids + own, mask=at_old, other=-1) + tl.load(ids + own, mask=at_new, other=-1) + 1
+    token = tl.load(old_ids + own, mask=at_old, other=-1) + tl.load(ids + own, mask=at_new, other=-1) + 1
+    token = tl.where(token < 0, -2, token).to(tl.int32)  # unlike the −1 of an unused slot on the other side
     log_q = tl.load(old_log_probs + own, mask=at_old, other=-_INF).to(tl.float64)
-    # Where on the other side is the same token? Looked for up to the last slot that either side uses.
-    partner = tl.full((S,), -1, tl.int32)
-    last = tl.max(tl.where(id_ >= 0, own, -1), 0)
-    for begin in range(0, last + 1, _CHUNK):
-        other = begin + tl.arange(0, _CHUNK)
-        new_id = tl.load(ids + other, mask=other < K, other=-1)
-        old_id = tl.load(old_ids + other, mask=other < OLD_K, other=-1)
-        same = id_[:, None] == tl.where(of_old[:, None], new_id[None, :], old_id[None, :])
-        partner = tl.maximum(partner, tl.max(tl.where(same & (id_ >= 0)[:, None], other[None, :], -1), 1))
-    alone = (id_ >= 0) & (partner < 0)
+    partner = tl.full((S,), -1, tl.int32)  # the slot that has the same token on the other side
+    last = tl.max(tl.where(token >= 0, own, -1), 0)
+    for other in range(0, last + 1):
+        new_token = tl.load(ids + other, mask=other < K, other=-1).to(tl.int32)
+        old_token = tl.load(old_ids + other, mask=other < OLD_K, other=-1).to(tl.int32)
+        partner = tl.where(token == tl.where(of_old, new_token, old_token), other, partner)
+    alone = (token >= 0) & (partner < 0)
     p_floor = tl.where(tl.load(log_tail + row) == -_INF, -_INF, tl.full((), LOG_FLOOR, tl.float64))
     q_floor = tl.where(tl.load(old_log_tail + row) == -_INF, -_INF, tl.full((), LOG_FLOOR, tl.float64))
     source = tl.where(of_old, partner, tl.where(at_new & (partner < 0), own, -1))
-    taken = (source >= 0) & (id_ >= 0)
+    taken = (source >= 0) & (token >= 0)
     log_p = tl.load(log_probs + source, mask=taken, other=-_INF).to(tl.float64)
     log_p = tl.where(alone & of_old, p_floor, log_p)
     log_q = tl.where(alone & (slot >= half), q_floor, log_q)
@@ -255,7 +249,7 @@ def _forward(
 ):
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, S)
     bound = tl.load(kl_bound + row * bound_stride).to(tl.float64)
-    log_p, log_q, _, _ = _policies(
+    log_p, log_q, _source, _taken = _policies(
         ids, log_probs, log_tail, old_ids, old_log_probs, old_log_tail, row, slot, K, OLD_K, BUCKET, LOG_FLOOR, S
     )
     outside = (log_q == -_INF) & (log_p > -_INF)
@@ -268,7 +262,7 @@ def _forward(
     ratio = _first(log_p, slot) - _first(log_old, slot)
     regression, after = tl.full((), 0.0, tl.float64), kl
     if t < 1:
-        pi, delta, _, after, _ = point(log_old, q, d, t)
+        pi, delta, _centred, after, _variance = point(log_old, q, d, t)
         ratio, after = tl.where(t > 0, _first(delta, slot), 0.0), tl.where(t > 0, after, 0.0)
         inside = (log_p > -_INF) & (log_old > -_INF)
         away = tl.where(inside, log_p, 0.0) - tl.where(inside, log_old + delta, 1.0)
@@ -331,7 +325,7 @@ def _backward(
     g = tl.where(slot == 0, upstream, 0.0)
     if t < 1:
         log_old, q, d = path(log_p, log_q, slot, LOG_FLOOR)
-        pi, delta, centred, _, variance = point(log_old, q, d, t)
+        pi, delta, centred, _kl, variance = point(log_old, q, d, t)
         along = upstream * _first(centred, slot) / tl.where(variance > 0, variance, _INF)
         g = t * (g - pi * (upstream + centred * along))
         if on_pull is not None:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # stands in for −inf where a difference is taken
+LOWEST = tl.constexpr(-1.0e37)  # e to anything below is 0 beside e to anything above
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def tanh(y):
 
 @triton.jit
 def capped(x, scale, softcap, CAPPED: tl.constexpr):
-    """x in fp32, through the soft cap if there is one: what the maximum and the differences are taken of."""
+    """x in fp32, through the soft cap if there is one: what maxima and differences are taken of."""
     y = x.to(tl.float32)
     if CAPPED:
         y = tanh(tl.math.div_rn(y * scale, softcap)) * softcap
@@ -28,11 +28,19 @@ def capped(x, scale, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def finished(y, scale, temperature, CAPPED: tl.constexpr):
+def finished(y, scale, temperature, CAPPED: tl.constexpr, PLAIN: tl.constexpr):
     """``capped`` values → logits, rounded as the reference rounds them. Both are increasing functions."""
-    if not CAPPED:
-        y = y * scale
-    return tl.math.div_rn(y, temperature)
+    if not PLAIN:
+        if not CAPPED:
+            y = y * scale
+        y = tl.math.div_rn(y, temperature)
+    return y
+
+
+@triton.jit
+def logit(x, scale, softcap, temperature, CAPPED: tl.constexpr, PLAIN: tl.constexpr):
+    """A logit as the reference reads it."""
+    return finished(capped(x, scale, softcap, CAPPED), scale, temperature, CAPPED, PLAIN)
 
 
 @triton.jit

@@ -31,10 +31,10 @@ def project(
     proposal, old = proposal.contiguous(), old.contiguous()
     N, K = _rows(proposal, offsets, longest)
     projected = torch.empty_like(proposal)
-    numbers = torch.empty(3, N, dtype=torch.float64, device=proposal.device)
-    iterations = torch.empty(N, dtype=torch.int64, device=proposal.device)
-    converged = torch.empty(N, dtype=torch.bool, device=proposal.device)
-    mix, kl_before, kl_after = numbers.unbind()
+    mix, kl_before, kl_after, iterations, converged = (
+        torch.empty(N, dtype=dtype, device=proposal.device)
+        for dtype in (torch.float64, torch.float64, torch.float64, torch.int64, torch.bool)
+    )
     slots = triton.next_power_of_2(K)
     if N > 0:
         with current(proposal.device):
@@ -137,7 +137,7 @@ def _project(
     stored = tl.where(t < 1, before, given)
     after = tl.where(t < 1, 0.0, kl)
     if (t > 0) & (t < 1):
-        _, delta, _, _, _ = point(log_old, q, d, t)
+        _p, delta, _centred, _kl, _variance = point(log_old, q, d, t)
         stored = (log_old + delta).to(stored.dtype)
         log_p = stored.to(tl.float64)
         outside = log_old == -_INF
@@ -166,7 +166,7 @@ def _project_backward(
         p = tl.load(proposal + start + slot, mask=used, other=-_INF).to(tl.float64)
         o = tl.load(old + start + slot, mask=used, other=-_INF).to(tl.float64)
         log_pi = tl.load(projected + start + slot, mask=used, other=-_INF).to(tl.float64)
-        _, _, d = path(p, o, slot, LOG_FLOOR)
+        _log_old, _q, d = path(p, o, slot, LOG_FLOOR)
         g = tl.where(log_pi > -_INF, upstream.to(tl.float64), 0.0)
         pi = tl.exp(log_pi)
         centred = d - tl.sum(pi * d, 0)

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from troll.kernels.outside import outside
 from troll.kernels.pick import given, most_probable
 from troll.kernels.scan import CHUNK, CHUNKS, scan
 from troll.kernels.spread import PER_ROW, place, prepare, spread
@@ -15,10 +16,11 @@ from troll.kernels.spread import PER_ROW, place, prepare, spread
 if TYPE_CHECKING:
     from troll.policy.rows.types import Logit, MostProbable, Scores, Upstream
 
-SCAN = {"BLOCKS": 8, "num_warps": 4}
+SCAN = {"BLOCKS": 4, "num_warps": 1}
 PICK = {"num_warps": 4}
+OUTSIDE = {"num_warps": 4}
 SPREAD = {"BLOCK": 2048, "num_warps": 4}
-_SCRATCH_BYTES = 1 << 26
+_SCRATCH_BYTES = 1 << 26  # or a sixteenth of what is read
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # bits of fp32 that numbers of the type leave zero
 
 
@@ -37,7 +39,8 @@ def score(
     N, V = tile.shape
     scores = Scores.empty(N, V, support, tile.dtype, tile.device)
     chunks = triton.cdiv(V, CHUNK.value)
-    at_once = max(256, _SCRATCH_BYTES // (8 * chunks))
+    room = max(_SCRATCH_BYTES, N * V * tile.element_size() // 16)
+    at_once = max(256, room // (8 * chunks))
     for start in range(0, N, at_once):
         rows = slice(start, min(start + at_once, N))
         part = support[rows] if isinstance(support, Tensor) else support
@@ -73,30 +76,28 @@ def _score(
     chunk_max, block_max = tile.new_empty(N, NC, dtype=stored), tile.new_empty(N, NB, dtype=stored)
     chunk_sum, block_sum = tile.new_empty(N, NC, dtype=torch.float32), tile.new_empty(N, NB, dtype=torch.float32)
     mask = sampled if counted is None else counted.view(torch.uint8)
-    numbers = _numbers(logit)
-    flags: dict[str, Any] = {"CAPPED": logit.softcap is not None, "RAW": raw, "MASKED": counted is not None}
-    scan[(N,)](
-        tile, mask, chunk_max, chunk_sum, block_max, block_sum, scores.log_norm, scores.entropy,
-        tile.stride(0), V, NC, NB, *numbers,
-        **flags, ENTROPY=entropy, CHOICE=True, STAGES=1 if entropy else 3, **SCAN,
-    )  # fmt: skip
-    summary = chunk_max, chunk_sum, block_max, block_sum, scores.log_norm
-    found = scores.token_ids, scores.log_probs, scores.log_tail, scores.entropy
+    along = tile.new_empty(N, NB if entropy else 1, dtype=torch.float32)
+    stride, numbers, reading = tile.stride(0), _numbers(logit), {**_reading(logit), "RAW": raw}
+    flags = {**reading, "MASKED": counted is not None, "ENTROPY": entropy}
+    size = {"NBP": NBP, "K": K, "KP": KP}
+    chunks, blocks = (chunk_max, chunk_sum), (block_max, block_sum)
+    scan[(N,)](tile, mask, *chunks, *blocks, along, stride, V, NC, NB, *numbers, **flags, **SCAN)
     if isinstance(support, Tensor):
-        given[(N,)](
-            tile, mask, sampled, support.contiguous(), *summary, *found, tile.stride(0), V, NC, NB, *numbers,
-            **flags, NBP=NBP, K=K, KP=KP, **PICK,
+        inputs = tile, mask, sampled, support.contiguous(), *blocks, along
+        given[(N,)](*inputs, *scores, stride, V, NB, *numbers, **flags, **size, **PICK)
+    else:
+        inputs = tile, mask, sampled, *chunks, *blocks, along, tile.new_empty(N, KP, dtype=torch.int64)
+        most_probable[(N,)](
+            *inputs, *scores, stride, V, NC, NB, *numbers, *_in_two(support.tail_mass),
+            **flags, **size, PRUNED=support.tail_mass > 0, SHIFT=_SHIFT[tile.dtype] if raw else 0, **PICK,
         )  # fmt: skip
-        return
-    scratch = tile.new_empty(N, KP, dtype=torch.int64)
-    shift = _SHIFT[tile.dtype] if raw else 0
-    most_probable[(N,)](
-        tile, mask, sampled, *summary, scratch, *found, tile.stride(0), V, NC, NB, *numbers,
-        *_in_two(support.tail_mass), **flags, PRUNED=support.tail_mass > 0, SHIFT=shift, NBP=NBP, K=K, KP=KP, **PICK,
+    outside[(N,)](
+        tile, *chunks, *blocks, scores.token_ids, scores.log_norm, scores.log_tail,
+        stride, V, NC, NB, *numbers, **reading, **size, **OUTSIDE,
     )  # fmt: skip
 
 
-def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor) -> None:
+def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
     """See ``troll.policy.rows.gradient``."""
     (N, V), K = tile.shape, scores.token_ids.shape[-1]
     if N == 0:
@@ -105,7 +106,7 @@ def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out
         raise ValueError("the gradient is written to rows without gaps")
     tile = tile if tile.stride(-1) == 1 else tile.contiguous()
     KP = triton.next_power_of_2(K)
-    numbers, is_capped = _numbers(logit), logit.softcap is not None
+    numbers = _numbers(logit)
     at_support = scores.log_probs.new_empty(N, K)
     per_row = scores.log_probs.new_empty(N, PER_ROW.value)
     g, g_tail, g_entropy = (None if x is None else x.contiguous() for x in upstream)
@@ -115,19 +116,27 @@ def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out
         ids, log_probs, log_tail, entropy, log_norm,
         nothing if g is None else g, nothing if g_tail is None else g_tail, nothing if g_entropy is None else g_entropy,
         at_support, per_row, *numbers,
-        CAPPED=is_capped, HAS_G=g is not None, HAS_TAIL=g_tail is not None, HAS_ENTROPY=g_entropy is not None,
-        K=K, KP=KP, num_warps=1,
+        CAPPED=logit.softcap is not None, HAS_G=g is not None, HAS_TAIL=g_tail is not None,
+        HAS_ENTROPY=g_entropy is not None, K=K, KP=KP, num_warps=1,
     )  # fmt: skip
     blocks = triton.cdiv(V, SPREAD["BLOCK"])
     spread[(N * blocks,)](
         tile, out, ids, log_tail, entropy, per_row, tile.stride(0), out.stride(0), V, blocks, K, *numbers,
-        CAPPED=is_capped, HAS_ENTROPY=g_entropy is not None, **SPREAD,
+        **_reading(logit), HAS_ENTROPY=g_entropy is not None, **SPREAD,
     )  # fmt: skip
-    place[(N,)](ids, at_support, out, out.stride(0), K=K, KP=KP, num_warps=1)
+    place[(N,)](ids, at_support, out, out.stride(0), first, V, K=K, KP=KP, num_warps=1)
 
 
 def _numbers(logit: Logit) -> tuple[float, float, float]:
     return logit.scale, logit.softcap or 1.0, logit.temperature
+
+
+def _reading(logit: Logit) -> dict[str, Any]:
+    """What need not be compiled."""
+    return {
+        "CAPPED": logit.softcap is not None,
+        "PLAIN": logit.scale == logit.temperature == 1 and logit.softcap is None,
+    }
 
 
 def _in_two(x: float) -> tuple[float, float]:

@@ -46,10 +46,10 @@ def normalised(x):
 
 @triton.jit
 def kl_terms(p, q, delta):
-    """p (δ + e⁻ᵟ − 1) with δ = log p − log q, whose sum is KL(p ‖ q): a series where the closed form p δ − p + q cancels.
+    """p (δ + e⁻ᵟ − 1), δ = log p − log q, whose sum is KL(p ‖ q).
 
-    For |δ| < ½, fourteen terms are exact to the last bit of a double (the next is below 2 · ½¹⁴ / 16! ≈ 6e-18 of the
-    sum); beyond, the closed form loses at most a digit.
+    For |δ| < ½ fourteen terms of its series are exact to the last bit of a double (the next is below 2 · ½¹⁴ / 16! ≈
+    6e-18 of the sum). Beyond, p δ − p + q loses at most a digit to cancellation.
     """
     near = tl.abs(delta) < 0.5
     x = tl.where(near, delta, 0.0)
@@ -115,7 +115,7 @@ def solve(log_old, q, d, bound, end_kl, end_variance):
     found = bound < 0
     searching = bound > 0
     while searching:
-        _, _, _, kl, variance = point(log_old, q, d, t)
+        _p, _delta, _centred, kl, variance = point(log_old, q, d, t)
         kl, below = tl.maximum(kl, 1e-300), kl < bound
         low, high = tl.where(below, t, low), tl.where(below, high, t)
         step = t * (1.0 + relative_step(bound / kl, tl.maximum(t * t * variance / kl, 1e-300)))
@@ -132,7 +132,7 @@ def solve(log_old, q, d, bound, end_kl, end_variance):
 @triton.jit
 def inside_after_rounding(log_old, q, d, t, found, bound, UNIT: tl.constexpr):
     """t so much smaller that the bound holds also after log π is rounded, by ``UNIT`` relative; 0 where none is."""
-    p, delta, _, kl, variance = point(log_old, q, d, t)
+    p, delta, _centred, kl, variance = point(log_old, q, d, t)
     log_p = tl.where(log_old == -_INF, 0.0, log_old + delta)
     slack = UNIT * tl.sum(tl.abs(p * log_p * delta), 0)
     step = (kl - bound + slack) / tl.maximum(t * variance, 1e-300)
@@ -143,7 +143,7 @@ def inside_after_rounding(log_old, q, d, t, found, bound, UNIT: tl.constexpr):
 @triton.jit
 def search(proposal, old, log_old, q, d, bound, UNIT: tl.constexpr):
     """KL(π̃ ‖ π_old), and t: 1 where that is within the bound, 0 for the old policy; steps taken, and if t was found."""
-    _, _, _, kl, variance = point(log_old, q, d, 1.0)
+    _p, _delta, _centred, kl, variance = point(log_old, q, d, 1.0)
     shared = tl.max(tl.minimum(proposal, old), 0) > -_INF
     empty = tl.max(old, 0) == -_INF
     kl = tl.where(shared | empty, kl, _INF)

@@ -63,7 +63,7 @@ def prepare(
 def spread(
     x_ptr, out_ptr, id_ptr, log_tail_ptr, entropy_ptr, row_ptr, stride, out_stride, V, blocks, K,
     scale, softcap, temperature,
-    CAPPED: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, PLAIN: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of a row a program: the gradient outside the support, and something at it."""
     program = tl.program_id(0)
@@ -74,7 +74,7 @@ def spread(
     coefficient = tl.load(row_ptr + row * PER_ROW + 2)
     x = tl.load(x_ptr + row * stride + at, mask=at < V, other=0.0)
     y = capped(x, scale, softcap, CAPPED)
-    z = finished(y, scale, temperature, CAPPED)
+    z = finished(y, scale, temperature, CAPPED, PLAIN)
     d = (z - peak) - shift
     e = tl.exp2(d * LOG2E)
     g = e * coefficient
@@ -90,10 +90,10 @@ def spread(
 
 
 @triton.jit
-def place(id_ptr, at_support_ptr, out_ptr, out_stride, K: tl.constexpr, KP: tl.constexpr):
+def place(id_ptr, at_support_ptr, out_ptr, out_stride, first, V, K: tl.constexpr, KP: tl.constexpr):
     """The gradient at the support, over what ``spread`` wrote there."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
     ids = tl.load(id_ptr + row * K + k, mask=k < K, other=-1)
     g = tl.load(at_support_ptr + row * K + k, mask=k < K, other=0.0)
-    tl.store(out_ptr + row * out_stride + ids, g, mask=ids >= 0)
+    tl.store(out_ptr + row * out_stride + ids - first, g, mask=(ids >= first) & (ids < first + V))

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
+from troll.kernels import Impl
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, mean, summarise, token_stats
 from troll.objective.ratio import RatioLevel, ratios
-from troll.policy import OnInvalid, SparsePolicy, Tail, align
-from troll.projection import project
+from troll.objective.troll import constrain
+from troll.policy import OnInvalid, SparsePolicy, Tail
 
 
 def clip_loss(
@@ -36,6 +37,7 @@ def clip_loss(
     total: float | Tensor | None = None,
     importance_weights: Tensor | None = None,
     on_invalid: OnInvalid = "raise",
+    impl: Impl = "auto",
 ) -> tuple[Tensor, Metrics]:
     """PPO's clipped objective, as a loss: aggregate_t ( −w_t min(r_t A_t, clip(r_t, 1 − low, 1 + high) A_t) ).
 
@@ -45,7 +47,7 @@ def clip_loss(
             ``ratio_level="sequence"`` this is GSPO, whose recipe is 3e-4 and 4e-4.
         dual_clip: c > 1: where A < 0, the objective is at least c A, however large the ratio.
         tail: only for the KL that is reported.
-        ratio_level, aggregation, max_length, total, importance_weights, on_invalid: as for ``troll_loss``.
+        ratio_level, aggregation, max_length, total, importance_weights, on_invalid, impl: as for ``troll_loss``.
     """
     for name, value, limit in (("clip_low", clip_low, 1.0), ("clip_high", clip_high, float("inf"))):
         if not 0 <= value <= limit:
@@ -53,7 +55,7 @@ def clip_loss(
     if dual_clip is not None and not dual_clip > 1:
         raise InputError(f"dual_clip={dual_clip}", "a number > 1, or None", "3")
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
-    ratio, metrics = _unprojected(proposal, old, batch, ratio_level, tail)
+    ratio, metrics = _unprojected(proposal, old, batch, ratio_level, tail, impl)
     plain = ratio * batch.advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantages
     objective = torch.minimum(plain, clipped)
@@ -79,21 +81,22 @@ def unconstrained_loss(
     total: float | Tensor | None = None,
     importance_weights: Tensor | None = None,
     on_invalid: OnInvalid = "raise",
+    impl: Impl = "auto",
 ) -> tuple[Tensor, Metrics]:
     """The importance-weighted policy gradient without a trust region, as a loss: aggregate_t ( −w_t r_t A_t ).
 
     Arguments as for ``clip_loss``.
     """
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
-    ratio, metrics = _unprojected(proposal, old, batch, ratio_level, tail)
+    ratio, metrics = _unprojected(proposal, old, batch, ratio_level, tail, impl)
     return _finish(ratio * batch.advantages, batch, aggregation, max_length, total), metrics
 
 
 def _unprojected(
-    proposal: SparsePolicy, old: SparsePolicy, batch: Batch, level: RatioLevel, tail: Tail
+    proposal: SparsePolicy, old: SparsePolicy, batch: Batch, level: RatioLevel, tail: Tail, impl: Impl
 ) -> tuple[Tensor, Metrics]:
     with torch.no_grad():
-        apart = project(*align(proposal, old, tail), kl_bound=math.inf, max_lost_mass=math.inf)
+        apart = constrain(proposal, old, math.inf, tail=tail, max_lost_mass=math.inf, impl=impl).projection
     ratio = ratios(proposal.sampled_log_probs - old.sampled_log_probs, batch.counted, level)
     metrics = summarise(token_stats(proposal, old, ratio, apart), batch.counted)
     return ratio, {**metrics, "skipped_tokens": batch.skipped}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from troll.policy import SparsePolicy, entropy, sequence_kl
-from troll.projection import Projection
+from troll.projection import Diagnostics
 
 Metrics = dict[str, Tensor]
 TokenStats = dict[str, Tensor]
@@ -53,7 +53,7 @@ def token_stats(
     proposal: SparsePolicy,
     old: SparsePolicy,
     ratio: Tensor,
-    projection: Projection,
+    projection: Diagnostics,
     pull: Tensor | None = None,
     exact_entropy: Tensor | None = None,
 ) -> TokenStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -9,12 +10,23 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
+from troll.kernels import Impl, choose
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, summarise, token_stats
 from troll.objective.ratio import RatioLevel, ratios
-from troll.policy import OnInvalid, SparsePolicy, Tail, align, token_kl
-from troll.projection import MAX_LOST_MASS, Projection, Solver, check_kl_bound, check_lost_mass, project_normalised
+from troll.policy import LOG_FLOOR, OnInvalid, SparsePolicy, Tail, align, token_kl
+from troll.projection import (
+    MAX_LOST_MASS,
+    Diagnostics,
+    Projection,
+    Solver,
+    check_kl_bound,
+    check_lost_mass,
+    expand_bound,
+    kernel_cannot,
+    project_normalised,
+)
 
 
 def regression(projection: Projection) -> Tensor:
@@ -40,7 +52,8 @@ class Constrained(NamedTuple):
     """[...] log π(o)/π_old(o) of the sampled tokens, π the projected policy; differentiable."""
     regression: Tensor
     """[...] KL(π̃ ‖ ⌊π⌋), differentiable."""
-    projection: Projection
+    projection: Diagnostics
+    """What the projection did; with the projected policy, a ``Projection``, where no kernel computed."""
 
 
 def constrain(
@@ -52,19 +65,73 @@ def constrain(
     tail: Tail = "floor",
     solver: Solver = "newton",
     max_lost_mass: float = MAX_LOST_MASS,
+    impl: Impl = "auto",
 ) -> Constrained:
     """Align two policies over any positions [...] and project the one onto the trust region around the other.
 
     ``counted`` are the positions over which ``max_lost_mass`` is averaged, all by default. Other arguments as for
     ``troll_loss``.
     """
+    support = max(proposal.token_ids.shape[-1], old.token_ids.shape[-1])
+    if choose(impl, proposal.log_probs.device, kernel_cannot(support, solver)).impl == "triton":
+        return _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
     aligned = align(proposal, old, tail)
-    projection = project_normalised(aligned.proposal, aligned.old, kl_bound, solver)
+    projection = project_normalised(aligned.proposal, aligned.old, kl_bound, solver, "reference")
     if not torch.compiler.is_compiling():
-        lost = projection.lost_mass if counted is None else projection.lost_mass[counted]
-        check_lost_mass(lost, max_lost_mass)
+        check_lost_mass(_of(projection.lost_mass, counted), max_lost_mass)
     log_ratio = projection.log_probs[..., 0] - aligned.old[..., 0]
     return Constrained(log_ratio, regression(projection), projection)
+
+
+def _fused(
+    proposal: SparsePolicy,
+    old: SparsePolicy,
+    kl_bound: float | Tensor,
+    counted: Tensor | None,
+    tail: Tail,
+    max_lost_mass: float,
+) -> Constrained:
+    """The same from one kernel, which says in one transfer whether anything is wrong; ``align`` and the others say
+    what."""
+    from troll.kernels import constrain as kernel
+
+    if not _same_form(proposal, old, tail):
+        align(proposal, old, tail)
+    if not isinstance(kl_bound, Tensor):
+        check_kl_bound(kl_bound)
+    shape = proposal.shape
+    bound = expand_bound(kl_bound, shape, proposal.log_probs)
+    result = kernel.constrain(_rows(proposal), _rows(old), bound.reshape(-1), tail == "bucket", LOG_FLOOR)
+    wrong = int(result.faults)
+    if wrong & (kernel.WRONG_SAMPLED | kernel.WRONG_SUPPORT):
+        align(proposal, old, tail)
+    if wrong & kernel.WRONG_BOUND:
+        check_kl_bound(kl_bound)
+    projection = Diagnostics(
+        **{field.name: getattr(result, field.name).view(shape) for field in dataclasses.fields(Diagnostics)}
+    )
+    if wrong & kernel.LOST_MASS:
+        check_lost_mass(_of(projection.lost_mass, counted), max_lost_mass)
+    return Constrained(result.log_ratio.view(shape), result.regression.view(shape), projection)
+
+
+def _same_form(proposal: SparsePolicy, old: SparsePolicy, tail: Tail) -> bool:
+    """Whether ``align`` has nothing to refuse in two policies but, perhaps, their numbers."""
+    forms = [
+        (x.shape, x.vocab_size, x.temperature, x.log_probs.dtype, tail == "floor" or x.token_ids.shape[-1])
+        for x in (proposal, old)
+    ]
+    constant = not (old.log_probs.requires_grad or old.log_tail.requires_grad)
+    return tail in ("floor", "bucket") and constant and forms[0] == forms[1]
+
+
+def _rows(policy: SparsePolicy) -> tuple[Tensor, Tensor, Tensor]:
+    K = policy.token_ids.shape[-1]
+    return policy.token_ids.reshape(-1, K), policy.log_probs.reshape(-1, K), policy.log_tail.reshape(-1)
+
+
+def _of(lost: Tensor, counted: Tensor | None) -> Tensor:
+    return lost if counted is None else lost[counted]
 
 
 def troll_loss(
@@ -84,6 +151,7 @@ def troll_loss(
     total: float | Tensor | None = None,
     importance_weights: Tensor | None = None,
     on_invalid: OnInvalid = "raise",
+    impl: Impl = "auto",
 ) -> tuple[Tensor, Metrics]:
     """The negative of equation (8):
 
@@ -107,14 +175,16 @@ def troll_loss(
         importance_weights: w, [B] or [B, T], constant: corrects for a sampler that differs from ``old``. It multiplies
             the ratio term; the regression is a whole expectation and needs none.
         on_invalid: ``"mask"`` leaves out counted positions where a policy has no distribution, and reports how many.
+        impl: what computes, see ``troll.kernels.choice``. The kernel takes policies of at most 256 tokens.
 
     Returns:
         The loss, and metrics as detached scalars (``docs/metrics.md`` explains each).
     """
-    check_kl_bound(kl_bound)
     check_regression_coef(regression_coef)
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
-    step = constrain(proposal, old, kl_bound, batch.counted, tail=tail, solver=solver, max_lost_mass=max_lost_mass)
+    step = constrain(
+        proposal, old, kl_bound, batch.counted, tail=tail, solver=solver, max_lost_mass=max_lost_mass, impl=impl
+    )
     ratio = ratios(step.log_ratio, batch.counted, ratio_level)
     weighted = ratio if batch.weights is None else ratio * batch.weights
     loss = aggregate(

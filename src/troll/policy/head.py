@@ -1,8 +1,9 @@
 """Hidden states → ``SparsePolicy``, one tile of logits at a time: the logits [N, V] never exist.
 
-The forward reads everything off a tile and drops it; the backward makes it again, turns it in place into the gradient
-of the logits, and adds the two products that the gradients of hidden states and weight need. What is read off the
-logits is computed in fp32 (fp64 for fp64).
+The forward reads everything off some rows of the logits and drops them. The backward makes the logits again, this time
+a slice of the vocabulary for all rows, turns it in place into the gradient, and from that makes the gradient of this
+slice of the weight, once and for all, and adds to that of the hidden states. What is read off the logits is computed in
+fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from troll.errors import InputError
 from troll.kernels import Choice, Impl
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
-from troll.policy.products import Products
+from troll.policy.products import Products, add_product, product
 from troll.policy.rows import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
 from troll.policy.sparse import SparsePolicy
 
@@ -165,7 +166,7 @@ class _ScoreRows(torch.autograd.Function):
         products = Products(hidden, weight, bias)
         choice = head.choose(products, support, logit)
         scores = Scores.empty(len(hidden), len(weight), support, products.dtype, hidden.device)
-        for rows in products:
+        for rows in products.rows():
             part = support if isinstance(support, MostProbable) else support[rows]
             scores.put(rows, score(products.tile(rows), logit, sampled[rows], part, None, choice))
         ctx.save_for_backward(hidden, weight, bias, *scores)
@@ -179,36 +180,22 @@ class _ScoreRows(torch.autograd.Function):
     def backward(ctx: Any, _: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *saved = ctx.saved_tensors
         scores, arriving = Scores(*saved), Upstream(*upstream)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        # A masked row may hold NaN, and 0 · NaN is NaN.
+        hidden = hidden.masked_fill(scores.token_ids[:, :1] < 0, 0.0)
         with ctx.head.gather(weight, bias):
             products = Products(hidden, weight, bias, ctx.dtype)
-            totals = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], scores.log_tail.dtype)
-            for rows in products:
-                tile = products.tile(rows)
-                gradient(tile, ctx.logit, scores.at(rows), arriving.at(rows), tile, ctx.choice)
-                totals.add(products, rows, tile, scores.token_ids[rows, 0] >= 0)
-        return (*totals.finished(), None, None, None, None)
-
-
-class HeadGradients:
-    """The gradients of hidden states, weight and bias, as far as they are needed, summed in fp32 (fp64 for fp64)."""
-
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...], total: torch.dtype
-    ) -> None:
-        self.inputs = hidden, weight, bias
-        self.hidden, self.weight, self.bias = (
-            torch.zeros_like(x, dtype=total) if x is not None and need else None
-            for x, need in zip(self.inputs, needed, strict=True)
-        )
-
-    def add(self, products: Products, rows: slice, g: Tensor, counted: Tensor) -> None:
-        """Add what the gradient g of a tile contributes."""
-        h = products.hidden[rows].masked_fill(~counted[:, None], 0.0)  # a masked row may hold NaN, and 0 · NaN is NaN
-        products.add_gradients(rows, g, h, self.hidden, self.weight)
-        if self.bias is not None:
-            self.bias += g.sum(0, dtype=self.bias.dtype)
-
-    def finished(self) -> list[Tensor | None]:
-        """The sums, in the types of what they are gradients of."""
-        sums = self.hidden, self.weight, self.bias
-        return [None if g is None or x is None else g.to(x.dtype) for g, x in zip(sums, self.inputs, strict=True)]
+            g_hidden = torch.zeros_like(hidden, dtype=scores.log_tail.dtype) if need_hidden else None
+            g_weight = torch.empty_like(weight) if need_weight else None
+            g_bias = torch.empty_like(bias) if need_bias else None
+            for columns in products.columns():
+                g, part = products.slab(columns)
+                gradient(g, ctx.logit, scores, arriving, g, ctx.choice, first=columns.start)
+                if g_hidden is not None:
+                    add_product(g_hidden, g, part)
+                if g_weight is not None:
+                    product(g.t(), products.hidden.to(ctx.dtype), out=g_weight[columns])
+                if g_bias is not None:
+                    g_bias[columns] = g.sum(0, dtype=scores.log_tail.dtype)
+        g_hidden = None if g_hidden is None else g_hidden.to(hidden.dtype)
+        return g_hidden, g_weight, g_bias, None, None, None, None

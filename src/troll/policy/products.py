@@ -1,7 +1,8 @@
-"""h Wᵀ + b, tile by tile, and the products that its gradient needs.
+"""h Wᵀ + b, a part at a time, and the products that its gradient needs.
 
-A tile is some rows of the logits with their whole vocabulary, in the type of the hidden states (that of autocast where
-it is on). Gradients are summed in fp32 (fp64 for fp64): rounding each product to half precision biases training.
+The parts are rows with their whole vocabulary, or columns: a slice of the vocabulary for all rows. They have the type
+of the hidden states (that of autocast where it is on) and share one buffer. Gradients are summed in fp32 (fp64 for
+fp64): rounding each of several products to half precision biases training.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 _TILE_BYTES = {"cpu": 1 << 26, "other": 1 << 29}
-_VOCABULARY_SLICE = 1 << 15  # of a weight of another type, converted at a time
-_ROWS = 128  # rows of a tile are a multiple of this on an accelerator
+_VOCABULARY_SLICE = 1 << 15  # tokens of a weight of another type, converted at a time
+_MULTIPLE = 128  # of rows or columns, on an accelerator
 
 
 class Products:
-    """The products of hidden states [N, H] with a head, in tiles that share one buffer."""
+    """The products of hidden states [N, H] with a head."""
 
     def __init__(
         self,
@@ -35,52 +36,80 @@ class Products:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         if tile_bytes is None:
             tile_bytes = _TILE_BYTES.get(device, _TILE_BYTES["other"])
-        self.rows = _rows(len(hidden), tile_bytes // max(1, len(weight) * dtype.itemsize), device)
-        self._buffer = hidden.new_empty(self.rows, len(weight), dtype=self.dtype)
+        self._elements = tile_bytes // dtype.itemsize
+        self._buffer = hidden.new_empty(0, dtype=dtype)
 
-    def __iter__(self) -> Iterator[slice]:
-        for start in range(0, len(self.hidden), self.rows):
-            yield slice(start, min(start + self.rows, len(self.hidden)))
+    @property
+    def converts(self) -> bool:
+        """Whether the weight has another type than the products."""
+        return self.weight.dtype != self.dtype
 
-    def _slices(self) -> Iterator[slice]:
-        step = len(self.weight) if self.weight.dtype == self.dtype else _VOCABULARY_SLICE
-        for start in range(0, len(self.weight), max(1, step)):
-            yield slice(start, min(start + step, len(self.weight)))
+    def rows(self) -> Iterator[slice]:
+        """All rows, so many at a time as fit."""
+        return _slices(len(self.hidden), self._elements // max(1, len(self.weight)), self.hidden.device.type)
+
+    def columns(self) -> Iterator[slice]:
+        """The whole vocabulary, so many tokens at a time as fit."""
+        fit = self._elements // max(1, len(self.hidden))
+        fit = min(fit, _VOCABULARY_SLICE) if self.converts else fit
+        return _slices(len(self.weight), fit, self.hidden.device.type)
 
     def tile(self, rows: slice) -> Tensor:
-        """The tile of these rows, [rows, V]; it lives until the next one is made."""
+        """[rows, V]; it lives until the next part is made."""
         hidden = self.hidden[rows].to(self.dtype)
-        tile = self._buffer[: len(hidden)]
-        for columns in self._slices():
-            torch.mm(hidden, self.weight[columns].to(self.dtype).t(), out=tile[:, columns])
+        tile = self._room(len(hidden), len(self.weight))
+        step = _VOCABULARY_SLICE if self.converts else len(self.weight)
+        for start in range(0, len(self.weight), max(1, step)):
+            part = slice(start, start + step)
+            torch.mm(hidden, self.weight[part].to(self.dtype).t(), out=tile[:, part])
         if self.bias is not None:
             tile += self.bias.to(self.dtype)
         return tile
 
-    def add_gradients(
-        self, rows: slice, g: Tensor, hidden: Tensor, g_hidden: Tensor | None, g_weight: Tensor | None
-    ) -> None:
-        """Add the products of the tile's gradient g with weight and hidden states to their gradients."""
-        for columns in self._slices():
-            if g_hidden is not None:
-                _add_product(g_hidden[rows], g[:, columns], self.weight[columns].to(self.dtype))
-            if g_weight is not None:
-                _add_product(g_weight[columns], g[:, columns].t(), hidden.to(self.dtype))
+    def slab(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """[N, columns], which lives until the next part is made, and the weight of these columns."""
+        weight = self.weight[columns].to(self.dtype)
+        slab = self._room(len(self.hidden), len(weight))
+        torch.mm(self.hidden.to(self.dtype), weight.t(), out=slab)
+        if self.bias is not None:
+            slab += self.bias[columns].to(self.dtype)
+        return slab, weight
+
+    def _room(self, rows: int, columns: int) -> Tensor:
+        if self._buffer.numel() < rows * columns:
+            self._buffer = self.hidden.new_empty(rows * columns, dtype=self.dtype)
+        return self._buffer[: rows * columns].view(rows, columns)
 
 
-def _rows(total: int, fit: int, device: str) -> int:
-    """Rows of a tile, so that tiles fit and are about equally large."""
-    fit = max(1, min(total, fit))
-    if device == "cpu" or fit < 2 * _ROWS or fit == total:
-        return fit
-    fit -= fit % _ROWS
-    share = -(-total // -(-total // fit))  # of as many tiles as needed
-    return min(fit, -(-share // _ROWS) * _ROWS)
+def product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``out = a @ b``, summed in fp32 and rounded once."""
+    if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
+        if out.dtype == a.dtype:
+            torch.mm(a, b, out=out)
+        else:
+            add_product(out.zero_(), a, b)
+    else:
+        work = torch.promote_types(a.dtype, torch.float32)
+        total = out if out.dtype == work else torch.empty_like(out, dtype=work)
+        torch.mm(a.to(work), b.to(work), out=total)  # with ``out``, which autocast leaves alone
+        if total is not out:
+            out.copy_(total)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b``, summed in the type of ``total``."""
     if total.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _slices(total: int, fit: int, device: str) -> Iterator[slice]:
+    """Slices of 0 … total of at most ``fit``, about equally large."""
+    fit = max(1, min(total, fit))
+    if device != "cpu" and _MULTIPLE < fit < total:
+        fit -= fit % _MULTIPLE
+        share = -(-total // -(-total // fit))  # of as many slices as needed
+        fit = min(fit, -(-share // _MULTIPLE) * _MULTIPLE)
+    for start in range(0, total, fit):
+        yield slice(start, min(start + fit, total))

@@ -1,21 +1,26 @@
 """(proposal, old) → the projected policy. The README of this folder derives what is computed here."""
 
+from troll.projection.checks import check_kl_bound, check_lost_mass
+from troll.projection.ops import kernel_cannot
 from troll.projection.project import (
     MAX_LOST_MASS,
+    Diagnostics,
     Projection,
     Solver,
-    check_kl_bound,
-    check_lost_mass,
+    expand_bound,
     project,
     project_normalised,
 )
 
 __all__ = [
     "MAX_LOST_MASS",
+    "Diagnostics",
     "Projection",
     "Solver",
     "check_kl_bound",
     "check_lost_mass",
+    "expand_bound",
+    "kernel_cannot",
     "project",
     "project_normalised",
 ]

@@ -4,7 +4,7 @@ As operators they are opaque to ``torch.compile`` (no graph break, whatever the 
 too), run in their own precision under autocast, and refuse double backward with a sentence instead of a wrong number.
 
 Rows are padded, [N, K], or jagged: the values of all rows one after another, ``offsets`` [N + 1] where each begins, and
-the length of the ``longest``. What is written here is the definition; ``troll.kernels.projection`` has the same numbers.
+the length of the ``longest``. The definition is here; ``troll.kernels.projection`` computes the same numbers.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def project_rows(
         return project(proposal, old, kl_bound, LOG_FLOOR, offsets, longest)
     if offsets is None:
         return _project_padded(proposal, old, kl_bound, solver)
-    projected, *rest = _project_padded(*(pad(x, offsets, longest) for x in (proposal, old)), kl_bound, solver)
-    return (unpad(projected, offsets), *rest)
+    rows = pad(proposal, offsets, longest), pad(old, offsets, longest)
+    projected, mix, kl_before, kl_after, iterations, converged = _project_padded(*rows, kl_bound, solver)
+    return unpad(projected, offsets), mix, kl_before, kl_after, iterations, converged
 
 
 def _project_padded(
@@ -173,8 +174,8 @@ def project_rows_backward(
         return project_backward(grad, projected, proposal, old, mix, LOG_FLOOR, offsets, longest)
     if offsets is None:
         return _padded_backward(grad, projected, proposal, old, mix)
-    rows = (pad(x, offsets, longest) for x in (projected, proposal, old))
-    return unpad(_padded_backward(pad(grad, offsets, longest, 0.0), *rows, mix), offsets)
+    projected, proposal, old = (pad(x, offsets, longest) for x in (projected, proposal, old))
+    return unpad(_padded_backward(pad(grad, offsets, longest, 0.0), projected, proposal, old, mix), offsets)
 
 
 def _padded_backward(grad: Tensor, projected: Tensor, proposal: Tensor, old: Tensor, mix: Tensor) -> Tensor:

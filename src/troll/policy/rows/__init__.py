@@ -65,6 +65,18 @@ def score(
     return scores
 
 
-def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, choice: Choice) -> None:
-    """Write to ``out``, which may be the tile itself, the gradient of the rows; zero where a row has no support."""
-    _module(choice).gradient(tile, logit, scores, upstream, out)
+def gradient(
+    tile: Tensor,
+    logit: Logit,
+    scores: Scores,
+    upstream: Upstream,
+    out: Tensor,
+    choice: Choice,
+    *,
+    first: int = 0,
+) -> None:
+    """Write to ``out``, which may be the tile itself, the gradient of the rows; zero where a row has no support.
+
+    The tile may be a slice of the vocabulary, from token ``first`` on.
+    """
+    _module(choice).gradient(tile, logit, scores, upstream, out, first)

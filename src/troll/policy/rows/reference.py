@@ -21,7 +21,7 @@ def score(
     entropy: bool,
 ) -> Scores:
     """See ``troll.policy.rows.score``."""
-    scores = Scores.empty(*tile.shape, support, tile.dtype, tile.device)
+    scores = Scores.empty(len(tile), tile.shape[-1], support, tile.dtype, tile.device)
     for rows in row_chunks(tile):
         z = logit.read(tile[rows])
         log_norm = log_norms(z)
@@ -104,30 +104,38 @@ def log_tail_of(log_p: Tensor, token_ids: Tensor) -> Tensor:
     return torch.where(token_ids[:, 0] >= 0, log_tail, 0.0)
 
 
-def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor) -> None:
+def here(token_ids: Tensor, first: int, width: int) -> Tensor:
+    """Which ids are among ``width`` tokens from ``first`` on."""
+    return (token_ids >= first) & (token_ids < first + width)
+
+
+def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
     """See ``troll.policy.rows.gradient``."""
     for rows in row_chunks(tile):
         x, part = tile[rows], scores.at(rows)
         log_p = normalised(logit.read(x), part.log_norm)
-        g = logit.backward(over(log_p, part, upstream.at(rows)), x)
+        g = logit.backward(over(log_p, part, upstream.at(rows), first), x)
         out[rows] = torch.where(part.token_ids[:, :1] >= 0, g, 0.0).to(out.dtype)
 
 
-def over(log_p: Tensor, scores: Scores, upstream: Upstream) -> Tensor:
+def over(log_p: Tensor, scores: Scores, upstream: Upstream, first: int) -> Tensor:
     """∂/∂z, [N, V], from the log-probabilities; anything goes where a row has no support."""
     ids, log_tail = scores.token_ids, scores.log_tail
     kept = torch.zeros_like(scores.log_probs) if upstream.log_probs is None else upstream.log_probs
     kept = torch.where(ids >= 0, kept, 0.0)
     total, p = kept.sum(-1, keepdim=True), log_p.exp()
+    inside = here(ids, first, log_p.shape[-1])
+    at = torch.where(inside, ids - first, 0)
     tail = None
     if upstream.log_tail is not None:
         empty = log_tail == -torch.inf  # no gradient from an empty tail, and no −inf − −inf at excluded tokens
         tail, log_tail = upstream.log_tail.masked_fill(empty, 0.0)[:, None], log_tail.masked_fill(empty, 0.0)
         total = total + tail
-    g = (-p * total).scatter_add(-1, ids.clamp(min=0), kept)
+    g = (-p * total).scatter_add(-1, at, torch.where(inside, kept, 0.0))
     if tail is not None:
+        outside = torch.zeros_like(p).scatter_add(-1, at, inside.to(p.dtype)) == 0
         share = (log_p - log_tail[:, None]).clamp(max=0.0).exp()  # p_j / τ ≤ 1 outside S
-        g = g + share.scatter(-1, hidden(ids), 0.0) * tail
+        g = g + torch.where(outside, share * tail, 0.0)
     if upstream.entropy is not None:
         term = torch.where(log_p > -torch.inf, log_p + scores.entropy[:, None], 0.0)
         g = g - p * term * upstream.entropy[:, None]
