@@ -10,7 +10,7 @@ The data flows through the folders in this order: policy → projection → obje
 
 from troll import advantages
 from troll.errors import InputError
-from troll.objective import aggregate, clip_loss, regression, troll_loss, unconstrained_loss
+from troll.objective import aggregate, clip_loss, fused_troll_loss, regression, troll_loss, unconstrained_loss
 from troll.policy import Head, PackedPolicy, SparsePolicy, restrict, sparsify, token_kl
 from troll.projection import Projection, project
 
@@ -25,6 +25,7 @@ __all__ = [
     "advantages",
     "aggregate",
     "clip_loss",
+    "fused_troll_loss",
     "project",
     "regression",
     "restrict",

@@ -2,7 +2,8 @@
 
 The definition is ``constrain`` in ``troll.objective``: ``align``, ``project_normalised``, then the log-ratio of the
 sampled token and the regression. Nothing of the size of the joined support is written to memory, and nothing in between
-is rounded: what ``align`` stores in fp32 is fp64 here.
+is rounded: fp32 policies give what the definition gives for them in fp64, rounded once. No projected policy is stored,
+so none is moved inside the region for its rounding to fp32.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from troll.kernels.solver import _INF, current, kl_terms, normalised, path, point, search, warps
 
 WRONG_SAMPLED, WRONG_SUPPORT, WRONG_BOUND, LOST_MASS = 1, 2, 4, 8
 """What ``Constrained.faults`` is made of."""
 
+
+_UNIT = tl.constexpr(2.0**-53)
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """A sparse policy: token ids [N, K], log-probabilities [N, K], log of the dropped mass [N]."""
@@ -44,81 +46,60 @@ class Constrained(NamedTuple):
 
 def constrain(proposal: Rows, old: Rows, kl_bound: Tensor, bucket: bool, log_floor: float) -> Constrained:
     """``kl_bound`` is [N], expanded where it is one number; ``bucket`` is the tail, else floor."""
-    log_ratio, pull, numbers, flags, iterations, faults = _Constrain.apply(*proposal, *old, kl_bound, bucket, log_floor)
+    rows = (x.contiguous() for x in (*proposal, *old))
+    log_ratio, pull, numbers, flags, iterations, faults = _Constrain.apply(*rows, kl_bound, bucket, log_floor)
     mix, eta, kl_before, kl_after, lost_mass = numbers.unbind()
     active, converged = flags.unbind()
-    return Constrained(
-        log_ratio, pull, mix, eta, kl_before, kl_after, lost_mass, active, converged, iterations, faults
-    )
+    return Constrained(log_ratio, pull, mix, eta, kl_before, kl_after, lost_mass, active, converged, iterations, faults)
 
 
 class _Constrain(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        token_ids: Tensor,
-        log_probs: Tensor,
-        log_tail: Tensor,
-        old_ids: Tensor,
-        old_log_probs: Tensor,
-        old_log_tail: Tensor,
-        kl_bound: Tensor,
-        bucket: bool,
-        log_floor: float,
-    ) -> tuple[Tensor, ...]:
-        rows = [x.contiguous() for x in (token_ids, log_probs, log_tail, old_ids, old_log_probs, old_log_tail)]
-        N, device = len(log_probs), log_probs.device
-        log_ratio, pull = torch.empty_like(rows[2]), torch.empty_like(rows[2])
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        *rows, kl_bound, bucket, log_floor = inputs
+        ids, log_probs, log_tail, old_ids, _, _ = rows
+        N, device = len(ids), ids.device
+        log_ratio, pull = torch.empty_like(log_tail), torch.empty_like(log_tail)
         numbers = torch.empty(5, N, dtype=log_probs.dtype, device=device)
         flags = torch.empty(2, N, dtype=torch.bool, device=device)
         iterations = torch.empty(N, dtype=torch.int64, device=device)
         mix = torch.empty(N, dtype=torch.float64, device=device)
         faults = torch.zeros(1, dtype=torch.int32, device=device)
-        ctx.settings = _settings(token_ids, old_ids, bucket, log_floor)
+        ctx.settings = _settings(ids, old_ids, bucket, log_floor)
+        outputs = log_ratio, pull, numbers, flags, iterations, mix, faults
         if N > 0:
-            with current(log_probs.device):
-                _forward[(N,)](
-                    *rows,
-                    kl_bound,
-                    log_ratio,
-                    pull,
-                    numbers,
-                    flags,
-                    iterations,
-                    mix,
-                    faults,
-                    N,
-                    kl_bound.stride(0),
-                    UNIT=0.5 * torch.finfo(log_probs.dtype).eps,
-                    **ctx.settings,
-                )
+            with current(device):
+                _constrain[(N,)](*rows, kl_bound, *outputs, N, kl_bound.stride(0), **ctx.settings)
         ctx.save_for_backward(*rows, mix)
         ctx.mark_non_differentiable(numbers, flags, iterations, faults)
         ctx.set_materialize_grads(False)
         return log_ratio, pull, numbers, flags, iterations, faults
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, on_ratio: Tensor | None, on_pull: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        *rows, mix = ctx.saved_tensors
-        bucket = ctx.settings["BUCKET"]
         if on_ratio is None and on_pull is None:
             return (None,) * 9
-        grad, grad_tail = torch.empty_like(rows[1]), torch.empty_like(rows[2]) if bucket else None
+        grad, grad_tail = _Gradient.apply(*ctx.saved_tensors, on_ratio, on_pull, ctx.settings)
+        return None, grad, grad_tail, *(None,) * 6
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        *rows, mix, on_ratio, on_pull, settings = inputs
+        grad, grad_tail = torch.empty_like(rows[1]), torch.empty_like(rows[2]) if settings["BUCKET"] else None
+        strides = (0 if x is None else x.stride(0) for x in (on_ratio, on_pull))
         if len(mix) > 0:
             with current(mix.device):
-                _backward[(len(mix),)](
-                    *rows,
-                    mix,
-                    on_ratio,
-                    on_pull,
-                    grad,
-                    grad_tail,
-                    0 if on_ratio is None else on_ratio.stride(0),
-                    0 if on_pull is None else on_pull.stride(0),
-                    **ctx.settings,
-                )
-        return None, grad, grad_tail, *(None,) * 6
+                _constrain_backward[(len(mix),)](*rows, mix, on_ratio, on_pull, grad, grad_tail, *strides, **settings)
+        return grad, grad_tail
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError(
+            "the projection has no second derivative: it was differentiated twice (create_graph=True, a Hessian, a "
+            "gradient penalty). Differentiate once, or detach what the second one begins with."
+        )
 
 
 def _settings(token_ids: Tensor, old_ids: Tensor, bucket: bool, log_floor: float) -> dict[str, Any]:
@@ -223,7 +204,7 @@ def _first(x, slot):
 
 
 @triton.jit
-def _forward(
+def _constrain(
     ids,
     log_probs,
     log_tail,
@@ -244,7 +225,6 @@ def _forward(
     OLD_K: tl.constexpr,
     BUCKET: tl.constexpr,
     LOG_FLOOR: tl.constexpr,
-    UNIT: tl.constexpr,
     S: tl.constexpr,
 ):
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, S)
@@ -258,7 +238,7 @@ def _forward(
         lost = tl.sum(tl.where(outside, tl.exp(normalised(log_p)), 0.0), 0)
     log_p = normalised(tl.where(outside, -_INF, log_p))
     log_old, q, d = path(log_p, log_q, slot, LOG_FLOOR)
-    kl, t, steps, found = search(log_p, log_q, log_old, q, d, bound, UNIT)
+    kl, t, steps, found = search(log_p, log_q, log_old, q, d, bound, _UNIT)
     ratio = _first(log_p, slot) - _first(log_old, slot)
     regression, after = tl.full((), 0.0, tl.float64), kl
     if t < 1:
@@ -290,7 +270,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _constrain_backward(
     ids,
     log_probs,
     log_tail,

@@ -83,12 +83,15 @@ def _score(
     chunks, blocks = (chunk_max, chunk_sum), (block_max, block_sum)
     scan[(N,)](tile, mask, *chunks, *blocks, along, stride, V, NC, NB, *numbers, **flags, **SCAN)
     if isinstance(support, Tensor):
-        inputs = tile, mask, sampled, support.contiguous(), *blocks, along
-        given[(N,)](*inputs, *scores, stride, V, NB, *numbers, **flags, **size, **PICK)
+        given[(N,)](
+            tile, mask, sampled, support.contiguous(), *blocks, along, *scores,
+            stride, V, NB, *numbers, **flags, **size, **PICK,
+        )  # fmt: skip
     else:
-        inputs = tile, mask, sampled, *chunks, *blocks, along, tile.new_empty(N, KP, dtype=torch.int64)
+        scratch = tile.new_empty(N, KP, dtype=torch.int64)
         most_probable[(N,)](
-            *inputs, *scores, stride, V, NC, NB, *numbers, *_in_two(support.tail_mass),
+            tile, mask, sampled, *chunks, *blocks, along, scratch, *scores,
+            stride, V, NC, NB, *numbers, *_in_two(support.tail_mass),
             **flags, **size, PRUNED=support.tail_mass > 0, SHIFT=_SHIFT[tile.dtype] if raw else 0, **PICK,
         )  # fmt: skip
     outside[(N,)](

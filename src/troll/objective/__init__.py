@@ -1,11 +1,13 @@
 """Policies and advantages → a loss and its metrics.
 
-``troll_loss`` is the method; ``clip_loss`` and ``unconstrained_loss`` are what it is compared with. Trainers that have
-a loss of their own take its parts: ``constrain``, ``aggregate``, and ``token_stats`` with ``summarise`` for metrics.
+``troll_loss`` is the method, ``fused_troll_loss`` the same from hidden states in one pass; ``clip_loss`` and
+``unconstrained_loss`` are what it is compared with. Trainers that have a loss of their own take its parts:
+``constrain``, ``aggregate``, and ``token_stats`` with ``summarise`` for metrics.
 """
 
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.baselines import clip_loss, unconstrained_loss
+from troll.objective.fused import fused_troll_loss
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
 from troll.objective.ratio import RatioLevel, ratios
 from troll.objective.troll import Constrained, check_regression_coef, constrain, regression, troll_loss
@@ -20,6 +22,7 @@ __all__ = [
     "check_regression_coef",
     "clip_loss",
     "constrain",
+    "fused_troll_loss",
     "ratios",
     "regression",
     "summarise",

@@ -64,3 +64,17 @@ def aggregate(
         total = lengths.sum() if rule == "token_mean" else (lengths > 0).sum()
     total = torch.as_tensor(total, device=values.device)
     return sums.sum() / torch.where(total > 0, total, 1)  # 0 where there is nothing to divide
+
+
+def token_weights(
+    loss_mask: Tensor,
+    rule: Aggregation = "token_mean",
+    *,
+    max_length: int | None = None,
+    total: float | Tensor | None = None,
+) -> Tensor:
+    """What each token counts for, [B, T]: ``aggregate`` of any values is Σ weight · value."""
+    with torch.enable_grad():
+        values = torch.zeros(loss_mask.shape, device=loss_mask.device, requires_grad=True)
+        (weights,) = torch.autograd.grad(aggregate(values, loss_mask, rule, max_length=max_length, total=total), values)
+    return weights

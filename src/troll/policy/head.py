@@ -1,9 +1,7 @@
-"""Hidden states → ``SparsePolicy``, one tile of logits at a time: the logits [N, V] never exist.
+"""``Head``: hidden states → ``SparsePolicy`` or a loss, without the logits [N, V] in memory.
 
-The forward reads everything off some rows of the logits and drops them. The backward makes the logits again, this time
-a slice of the vocabulary for all rows, turns it in place into the gradient, and from that makes the gradient of this
-slice of the weight, once and for all, and adds to that of the hidden states. What is read off the logits is computed in
-fp32 (fp64 for fp64).
+What is read off the logits is computed in fp32 (fp64 for fp64); ``troll.policy.products`` says how they are made,
+``recompute`` and ``single_pass`` how they are differentiated.
 """
 
 from __future__ import annotations
@@ -15,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from troll.errors import InputError
-from troll.kernels import Choice, Impl
+from troll.kernels import Impl
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
-from troll.policy.products import Products, add_product, product
-from troll.policy.rows import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
+from troll.policy.products import Products
+from troll.policy.recompute import ScoreRows
+from troll.policy.rows import Logit, MostProbable, Scores, choose_for
+from troll.policy.single_pass import SinglePass, plan
 from troll.policy.sparse import SparsePolicy
 
 
@@ -31,6 +30,10 @@ class Scored(NamedTuple):
     policy: SparsePolicy
     entropy: Tensor
     """[...] of the whole distribution, differentiable; 0 where the position is masked out."""
+
+
+TokenLoss = Callable[[Scored, Tensor | slice], Tensor]
+"""What is known of n positions, and which they are among all of them, flattened → the sum of their losses."""
 
 
 def _no_gather(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
@@ -69,10 +72,10 @@ class Head:
         on_invalid: OnInvalid = "raise",
     ) -> Scored:
         """``troll.sparsify`` of the logits of ``hidden`` [..., H]; positions that do not count are not computed."""
-        check_support(max_support, tail_mass)
         with self.gather(self.weight, self.bias):
+            support = _most_probable(max_support, tail_mass)
             positions = Positions(self.weight.shape[0], sampled, temperature, loss_mask, on_invalid)
-            return self._score(hidden, positions, MostProbable(max_support, tail_mass))
+            return self._score(_Rows(self, hidden, positions, support))
 
     def restrict(
         self,
@@ -84,118 +87,142 @@ class Head:
     ) -> Scored:
         """``troll.restrict`` of the logits of ``hidden`` [..., H] to the support of ``old``."""
         with self.gather(self.weight, self.bias):
-            vocab_size = self.weight.shape[0]
-            check_vocabulary(vocab_size, old.vocab_size)
-            positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
-            return self._score(hidden, positions, old.token_ids.reshape(-1, old.token_ids.shape[-1]))
+            return self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)))
 
-    def _score(self, hidden: Tensor, positions: Positions, support: MostProbable | Tensor) -> Scored:
-        self._check(hidden, positions.shape)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        # Where all positions count, as for a caller that picked them, nothing is copied.
-        at = None if bool(positions.counted.all()) else positions.counted.nonzero()[:, 0]
-        ids, log_probs, log_tail, entropy = _ScoreRows.apply(  # type: ignore[no-untyped-call]
-            flat if at is None else flat[at],
-            self.weight,
-            self.bias,
-            self,
-            positions.sampled if at is None else positions.sampled[at],
-            self.logit(positions.temperature),
-            support if at is None or isinstance(support, MostProbable) else support[at],
-        )
+    def token_loss(
+        self,
+        hidden: Tensor,
+        target: Tensor | SparsePolicy,
+        loss: TokenLoss,
+        max_support: int = 64,
+        tail_mass: float = 1e-5,
+        *,
+        temperature: float = 1.0,
+        loss_mask: Tensor | None = None,
+        memory_budget: int | None = None,
+    ) -> Tensor:
+        """A loss that is a sum over positions, with its gradients made in the forward, one product of the head fewer.
 
-        def spread(values: Tensor, fill: float) -> Tensor:
-            if at is not None:
-                values = values.new_full((len(flat), *values.shape[1:]), fill).index_copy(0, at, values)
-            return values.reshape((*positions.shape, *values.shape[1:]))
+        For losses of a token that depend on the logits of this token alone, and that are differentiated once.
 
-        bad = spread(ids[:, 0] < 0, False).flatten()
-        positions.refuse(bad, lambda row: self._row(flat[row], positions.temperature))
-        policy = SparsePolicy.trusted(
-            spread(ids, -1),
-            spread(log_probs, -torch.inf),
-            spread(log_tail, 0.0),
-            vocab_size=positions.vocab_size,
-            temperature=positions.temperature,
-        )
-        return Scored(policy, spread(entropy, 0.0))
+        Args:
+            hidden: [..., H].
+            target: the sampled tokens [...], and the support is selected as by ``sparsify``; or an old policy [...],
+                and it is the support of that, as by ``restrict``.
+            loss: called with some positions at a time, with log-probabilities, tail and entropy that carry gradient.
+            max_support, tail_mass, temperature: for a support that is selected.
+            loss_mask: [...] positions that count.
+            memory_budget: bytes that may be allocated, gradients included, 4 GiB by default (½ GiB on a CPU); see
+                ``troll.policy.single_pass`` for what they buy.
+        """
+        with self.gather(self.weight, self.bias):
+            if isinstance(target, SparsePolicy):
+                rows = _Rows(self, hidden, *self._support_of(target, loss_mask, "raise"))
+            else:
+                support = _most_probable(max_support, tail_mass)
+                positions = Positions(self.weight.shape[0], target, temperature, loss_mask, "raise")
+                rows = _Rows(self, hidden, positions, support)
+            return self._single_pass(rows, loss, memory_budget)
 
-    def logit(self, temperature: float) -> Logit:
-        """How rows of W h + b are read."""
-        return Logit(self.scale, self.softcap, temperature)
+    def _support_of(
+        self, old: SparsePolicy, loss_mask: Tensor | None, on_invalid: OnInvalid
+    ) -> tuple[Positions, Tensor]:
+        vocab_size = self.weight.shape[0]
+        check_vocabulary(vocab_size, old.vocab_size)
+        positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
+        return positions, old.token_ids.reshape(-1, old.token_ids.shape[-1])
 
-    def choose(self, products: Products, support: MostProbable | Tensor, logit: Logit) -> Choice:
-        """What computes for these products."""
-        K = min(support.max_support, len(self.weight)) if isinstance(support, MostProbable) else support.shape[-1]
-        return choose_for(self.impl, products.hidden.device, products.dtype, K, logit)
+    def _score(self, rows: _Rows) -> Scored:
+        ids, log_probs, log_tail, entropy, _ = ScoreRows.apply(*rows.inputs)  # type: ignore[no-untyped-call]
+        rows.refuse(ids[:, 0])
+        policy = rows.policy(rows.spread(ids, -1), rows.spread(log_probs, -torch.inf), rows.spread(log_tail, 0.0))
+        return Scored(policy, rows.spread(entropy, 0.0))
 
-    def _check(self, hidden: Tensor, positions: torch.Size) -> None:
-        weight, bias = self.weight, self.bias
-        if not hidden.is_floating_point():
-            raise InputError(f"hidden of {hidden.dtype}", "a floating type", "the output of the model's last layer")
-        if weight.dim() != 2 or hidden.shape != (*positions, weight.shape[1]):
-            raise InputError(
-                f"hidden {list(hidden.shape)}, positions {list(positions)}, weight {list(weight.shape)}",
-                "[..., H], [...] and [V, H]",
-                "hidden states that predict the sampled tokens: hidden[:, :-1] and input_ids[:, 1:]",
-            )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise InputError(f"bias {list(bias.shape)} for weight {list(weight.shape)}", "[V]", "bias=None")
-        if self.softcap is not None and not self.softcap > 0:
-            raise InputError(f"softcap={self.softcap}", "a number > 0, or None", "final_logit_softcapping of the model")
+    def _single_pass(self, rows: _Rows, loss: TokenLoss, memory_budget: int | None) -> Tensor:
+        def of_rows(scores: Scores, part: slice) -> Tensor:
+            return loss(Scored(rows.policy(*scores[:3]), scores.entropy), part if rows.at is None else rows.at[part])
+
+        hidden = rows.inputs[0]
+        needs_weight = torch.is_grad_enabled() and self.weight.requires_grad
+        how = plan(Products(hidden, self.weight, self.bias), needs_weight, memory_budget)
+        if how.way == "recompute":
+            scores = Scores(*ScoreRows.apply(*rows.inputs))  # type: ignore[no-untyped-call]
+            value, sampled = of_rows(scores, slice(0, len(hidden))), scores.token_ids[:, 0]
+        else:
+            value, sampled = SinglePass.apply(*rows.inputs, of_rows, how.tile_bytes)  # type: ignore[no-untyped-call]
+        rows.refuse(sampled)
+        return value
 
     @torch.no_grad()
-    def _row(self, hidden: Tensor, temperature: float) -> Tensor:
-        """The scaled logits of one position."""
-        products = Products(hidden[None], self.weight, self.bias)
-        return self.logit(temperature).read(products.tile(slice(0, 1)))[0]
+    def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+        """The logits of a few positions [n, H], divided by the temperature: [n, V]."""
+        products = Products(hidden, self.weight, self.bias)
+        return Logit(self.scale, self.softcap, temperature).read(products.tile(slice(0, len(hidden))))
 
 
-class _ScoreRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        head: Head,
-        sampled: Tensor,
-        logit: Logit,
-        support: MostProbable | Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        products = Products(hidden, weight, bias)
-        choice = head.choose(products, support, logit)
-        scores = Scores.empty(len(hidden), len(weight), support, products.dtype, hidden.device)
-        for rows in products.rows():
-            part = support if isinstance(support, MostProbable) else support[rows]
-            scores.put(rows, score(products.tile(rows), logit, sampled[rows], part, None, choice))
-        ctx.save_for_backward(hidden, weight, bias, *scores)
-        ctx.head, ctx.logit, ctx.choice, ctx.dtype = head, logit, choice, products.dtype
-        ctx.mark_non_differentiable(scores.token_ids)
-        ctx.set_materialize_grads(False)
-        return scores.token_ids, scores.log_probs, scores.log_tail, scores.entropy
+def _most_probable(max_support: int, tail_mass: float) -> MostProbable:
+    check_support(max_support, tail_mass)
+    return MostProbable(max_support, tail_mass)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, *saved = ctx.saved_tensors
-        scores, arriving = Scores(*saved), Upstream(*upstream)
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        # A masked row may hold NaN, and 0 · NaN is NaN.
-        hidden = hidden.masked_fill(scores.token_ids[:, :1] < 0, 0.0)
-        with ctx.head.gather(weight, bias):
-            products = Products(hidden, weight, bias, ctx.dtype)
-            g_hidden = torch.zeros_like(hidden, dtype=scores.log_tail.dtype) if need_hidden else None
-            g_weight = torch.empty_like(weight) if need_weight else None
-            g_bias = torch.empty_like(bias) if need_bias else None
-            for columns in products.columns():
-                g, part = products.slab(columns)
-                gradient(g, ctx.logit, scores, arriving, g, ctx.choice, first=columns.start)
-                if g_hidden is not None:
-                    add_product(g_hidden, g, part)
-                if g_weight is not None:
-                    product(g.t(), products.hidden.to(ctx.dtype), out=g_weight[columns])
-                if g_bias is not None:
-                    g_bias[columns] = g.sum(0, dtype=scores.log_tail.dtype)
-        g_hidden = None if g_hidden is None else g_hidden.to(hidden.dtype)
-        return g_hidden, g_weight, g_bias, None, None, None, None
+
+class _Rows:
+    """The positions that count, as rows; where all do, as for a caller that picked them, nothing is copied."""
+
+    def __init__(self, head: Head, hidden: Tensor, positions: Positions, support: MostProbable | Tensor) -> None:
+        _check(head, hidden, positions.shape)
+        self.head, self.positions = head, positions
+        self.flat = hidden.reshape(-1, hidden.shape[-1])
+        self.at = None if bool(positions.counted.all()) else positions.counted.nonzero()[:, 0]
+        logit = Logit(head.scale, head.softcap, positions.temperature)
+        K = min(support.max_support, positions.vocab_size) if isinstance(support, MostProbable) else support.shape[-1]
+        products = Products(self.flat, head.weight, head.bias)
+        choice = choose_for(head.impl, hidden.device, products.dtype, K, logit)
+        picked = support if isinstance(support, MostProbable) else self._pick(support)
+        self.inputs = (
+            self._pick(self.flat),
+            head.weight,
+            head.bias,
+            head.gather,
+            self._pick(positions.sampled),
+            logit,
+            picked,
+            choice,
+        )
+
+    def _pick(self, values: Tensor) -> Tensor:
+        return values if self.at is None else values[self.at]
+
+    def spread(self, values: Tensor, fill: float) -> Tensor:
+        """Values of the rows [n, …] → of all positions [..., …]."""
+        if self.at is not None:
+            values = values.new_full((len(self.flat), *values.shape[1:]), fill).index_copy(0, self.at, values)
+        return values.reshape((*self.positions.shape, *values.shape[1:]))
+
+    def policy(self, ids: Tensor, log_probs: Tensor, log_tail: Tensor) -> SparsePolicy:
+        """A policy at the temperature of these positions."""
+        positions = self.positions
+        return SparsePolicy.trusted(ids, log_probs, log_tail, positions.vocab_size, positions.temperature)
+
+    def refuse(self, sampled: Tensor) -> None:
+        """Raise where a row has no distribution, which is where its slot 0 is −1."""
+
+        def logits(row: int) -> Tensor:
+            return self.head.logits(self.flat[row, None].detach(), self.positions.temperature)[0]
+
+        self.positions.refuse(self.spread(sampled < 0, False).flatten(), logits)
+
+
+def _check(head: Head, hidden: Tensor, positions: torch.Size) -> None:
+    weight, bias = head.weight, head.bias
+    if not hidden.is_floating_point():
+        raise InputError(f"hidden of {hidden.dtype}", "a floating type", "the output of the model's last layer")
+    if weight.dim() != 2 or hidden.shape != (*positions, weight.shape[1]):
+        raise InputError(
+            f"hidden {list(hidden.shape)}, positions {list(positions)}, weight {list(weight.shape)}",
+            "[..., H], [...] and [V, H]",
+            "hidden states that predict the sampled tokens: hidden[:, :-1] and input_ids[:, 1:]",
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(f"bias {list(bias.shape)} for weight {list(weight.shape)}", "[V]", "bias=None")
+    if head.softcap is not None and not head.softcap > 0:
+        raise InputError(f"softcap={head.softcap}", "a number > 0, or None", "final_logit_softcapping of the model")

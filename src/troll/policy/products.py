@@ -75,6 +75,21 @@ class Products:
             slab += self.bias[columns].to(self.dtype)
         return slab, weight
 
+    def times_weight(self, g: Tensor, out: Tensor) -> None:
+        """``out = g W`` for g [n, V]."""
+        if not self.converts:
+            product(g, self.weight, out)
+            return
+        total = torch.zeros_like(out, dtype=torch.promote_types(g.dtype, torch.float32))
+        for start in range(0, len(self.weight), _VOCABULARY_SLICE):
+            part = slice(start, start + _VOCABULARY_SLICE)
+            add_product(g[:, part], self.weight[part].to(self.dtype), total)
+        out.copy_(total)
+
+    def forget(self) -> None:
+        """Give the memory of the parts back."""
+        self._buffer = self.hidden.new_empty(0, dtype=self.dtype)
+
     def _room(self, rows: int, columns: int) -> Tensor:
         if self._buffer.numel() < rows * columns:
             self._buffer = self.hidden.new_empty(rows * columns, dtype=self.dtype)
@@ -83,29 +98,26 @@ class Products:
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """``out = a @ b``, summed in fp32 and rounded once."""
-    if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
-        if out.dtype == a.dtype:
-            torch.mm(a, b, out=out)
-        else:
-            add_product(out.zero_(), a, b)
+    if out.dtype == a.dtype and (a.device.type == "cuda" or a.dtype == torch.promote_types(a.dtype, torch.float32)):
+        torch.mm(a, b, out=out)
     else:
-        work = torch.promote_types(a.dtype, torch.float32)
-        total = out if out.dtype == work else torch.empty_like(out, dtype=work)
-        torch.mm(a.to(work), b.to(work), out=total)  # with ``out``, which autocast leaves alone
-        if total is not out:
-            out.copy_(total)
+        total = torch.zeros_like(out, dtype=torch.promote_types(a.dtype, torch.float32))
+        add_product(a, b, total)
+        out.copy_(total)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, summed in the type of ``total``."""
-    if total.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``out += a @ b``, summed in the type of ``out``."""
+    if out.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
 
 
 def _slices(total: int, fit: int, device: str) -> Iterator[slice]:
-    """Slices of 0 … total of at most ``fit``, about equally large."""
+    """Slices of 0 … total of at most ``fit``, about equally large; an empty one of nothing."""
+    if total == 0:
+        yield slice(0, 0)
     fit = max(1, min(total, fit))
     if device != "cpu" and _MULTIPLE < fit < total:
         fit -= fit % _MULTIPLE

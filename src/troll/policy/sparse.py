@@ -78,6 +78,11 @@ class SparsePolicy:
         """Choose positions: an index into the leading dimensions (``policy[rows]``, ``policy[mask]``)."""
         return self._map(lambda x: x[index])
 
+    def flatten(self) -> SparsePolicy:
+        """The same positions in one dimension."""
+        positions = len(self.shape)
+        return self._map(lambda x: x.reshape(-1, *x.shape[positions:]))
+
     def detach(self) -> SparsePolicy:
         """The same numbers as constants."""
         return self._map(torch.Tensor.detach)

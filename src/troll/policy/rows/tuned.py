@@ -136,7 +136,7 @@ def largest(z: Tensor, k: int) -> Tensor:
     """
     V = z.shape[-1]
     for width in _BLOCKS:
-        if 4 * k * width <= V:
+        if 6 * k * width <= V:  # otherwise all entries at once are faster
             blocks = z[:, : V - V % width].view(len(z), V // width, width)
             best = _first(blocks.amax(-1), k).sort(dim=-1).values
             within = (best[:, :, None] * width + torch.arange(width, device=z.device)).flatten(1)

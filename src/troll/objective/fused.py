@@ -1,0 +1,92 @@
+"""The TROLL objective from hidden states, in one pass over the logits: loss and gradients in the forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from troll.errors import InputError
+from troll.objective.aggregation import Aggregation, token_weights
+from troll.objective.batch import Batch
+from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
+from troll.objective.ratio import ratios
+from troll.objective.troll import check_regression_coef, constrain
+from troll.policy import Head, Scored, SparsePolicy, Tail
+from troll.projection import MAX_LOST_MASS, check_kl_bound, check_lost_mass, expand_bound
+
+
+def fused_troll_loss(
+    hidden: Tensor,
+    head: Head,
+    old: SparsePolicy,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    kl_bound: float | Tensor = 0.05,
+    regression_coef: float = 1.0,
+    tail: Tail = "floor",
+    max_support: int = 64,
+    tail_mass: float = 1e-5,
+    max_lost_mass: float = MAX_LOST_MASS,
+    aggregation: Aggregation = "token_mean",
+    max_length: int | None = None,
+    total: float | Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    memory_budget: int | None = None,
+) -> tuple[Tensor, Metrics]:
+    """``troll_loss`` of the policy that ``head`` makes of ``hidden`` [B, T, H]: the same loss, gradients and metrics.
+
+    It takes three products of the size of the head where ``head.restrict`` and ``troll_loss`` take four, because the
+    gradients are made in the forward, row by row. That is possible for ratios of tokens, not of sequences; the loss can
+    be differentiated once; and a counted position whose logits are no distribution raises. It is faster than TRL's clip
+    and takes the memory that ``memory_budget`` allows (bytes, see ``Head.token_loss``).
+
+    Other arguments as for ``troll_loss``, with ``max_support`` and ``tail_mass`` for the proposal's support under
+    ``tail="floor"``.
+
+    >>> loss, metrics = troll.fused_troll_loss(hidden, head, old, advantages, mask)      # doctest: +SKIP
+    >>> loss.backward()
+    """
+    check_kl_bound(kl_bound)
+    check_regression_coef(regression_coef)
+    if hidden.shape[:-1] != old.shape:
+        raise InputError(
+            f"hidden {list(hidden.shape)} and an old policy over {list(old.shape)} positions",
+            "[B, T, H] and [B, T]",
+            "hidden states that predict the sampled tokens: hidden[:, :-1]",
+        )
+    batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise")
+    weights = token_weights(batch.counted, aggregation, max_length=max_length, total=total).flatten()
+    weighted = (batch.advantages if batch.weights is None else batch.advantages * batch.weights).flatten()
+    flat = old.flatten()
+    bound = expand_bound(kl_bound, old.shape, old.log_probs).reshape(-1)
+    parts: list[TokenStats] = []
+
+    def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
+        proposal, before = scored.policy, flat[at]
+        step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl)
+        ratio = ratios(step.log_ratio, torch.ones_like(step.log_ratio, dtype=torch.bool))
+        parts.append(token_stats(proposal, before, ratio, step.projection, step.regression, scored.entropy))
+        return ((regression_coef * step.regression - ratio * weighted[at]) * weights[at]).sum()
+
+    target = old if tail == "bucket" else old.sampled
+    loss = head.token_loss(
+        hidden,
+        target,
+        loss_of,
+        max_support,
+        tail_mass,
+        temperature=old.temperature,
+        loss_mask=batch.counted,
+        memory_budget=memory_budget,
+    )
+    stats = _on_grid(parts, batch.counted)
+    check_lost_mass(stats["lost_mass"][batch.counted], max_lost_mass)
+    return loss, {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
+
+
+def _on_grid(parts: list[TokenStats], counted: Tensor) -> TokenStats:
+    """Numbers of the counted tokens, some at a time → of all positions [B, T]."""
+    names = list(parts[0]) if parts else []
+    values = {name: torch.cat([part[name] for part in parts]) for name in names}
+    return {name: x.new_zeros(counted.shape).masked_scatter(counted, x) for name, x in values.items()}
