@@ -179,7 +179,7 @@ def _policies(
 ):
     """``align``, before it is normalised: log-probabilities of both, and where a gradient goes, as ``_join`` has it.
 
-    A row that is masked out on either side is one-hot on both, and none of its slots holds a token.
+    A row that is masked out on either side is one-hot on both, which has no gradient.
     """
     if BUCKET:
         log_p = tl.load(log_probs + row * K + slot, mask=slot < K, other=-_INF).to(tl.float64)
@@ -194,7 +194,7 @@ def _policies(
         )
     valid = (tl.load(ids + row * K) >= 0) & (tl.load(old_ids + row * OLD_K) >= 0)
     one_hot = tl.where(slot == 0, 0.0, -_INF)
-    return tl.where(valid, log_p, one_hot), tl.where(valid, log_q, one_hot), source, taken & valid
+    return tl.where(valid, log_p, one_hot), tl.where(valid, log_q, one_hot), source, taken
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from troll.kernels.outside import outside
 from troll.kernels.pick import given, most_probable
-from troll.kernels.scan import CHUNK, CHUNKS, scan
-from troll.kernels.spread import PER_ROW, place, prepare, spread
+from troll.kernels.scan import BLOCK, CHUNK, CHUNKS, scan
+from troll.kernels.spread import PER_ROW, place, prepare, scale, spread
 
 if TYPE_CHECKING:
     from troll.policy.rows.types import Logit, MostProbable, Scores, Upstream
@@ -20,6 +20,7 @@ SCAN = {"BLOCKS": 4, "num_warps": 1}
 PICK = {"num_warps": 4}
 OUTSIDE = {"num_warps": 4}
 SPREAD = {"BLOCK": 2048, "num_warps": 4}
+_WARPS = 8192  # that a scan is cut into, for fewer rows than this
 _SCRATCH_BYTES = 1 << 26  # or a sixteenth of what is read
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # bits of fp32 that numbers of the type leave zero
 
@@ -31,14 +32,14 @@ def score(
     support: MostProbable | Tensor,
     counted: Tensor | None,
     entropy: bool,
-) -> Scores:
+    scores: Scores,
+) -> None:
     """See ``troll.policy.rows.score``."""
-    from troll.policy.rows.types import Scores
-
     tile = tile if tile.stride(-1) == 1 else tile.contiguous()
     N, V = tile.shape
-    scores = Scores.empty(N, V, support, tile.dtype, tile.device)
     chunks = triton.cdiv(V, CHUNK.value)
+    if N == 0:
+        return
     room = max(_SCRATCH_BYTES, N * V * tile.element_size() // 16)
     at_once = max(256, room // (8 * chunks))
     for start in range(0, N, at_once):
@@ -53,7 +54,6 @@ def score(
             entropy,
             scores.at(rows),
         )
-    return scores
 
 
 def _score(
@@ -81,7 +81,10 @@ def _score(
     flags = {**reading, "MASKED": counted is not None, "ENTROPY": entropy}
     size = {"NBP": NBP, "K": K, "KP": KP}
     chunks, blocks = (chunk_max, chunk_sum), (block_max, block_sum)
-    scan[(N,)](tile, mask, *chunks, *blocks, along, stride, V, NC, NB, *numbers, **flags, **SCAN)
+    width = _width(N, V)
+    scan[(N, triton.cdiv(V, width))](
+        tile, mask, *chunks, *blocks, along, stride, V, NC, NB, width, *numbers, **flags, **SCAN
+    )
     if isinstance(support, Tensor):
         given[(N,)](
             tile, mask, sampled, support.contiguous(), *blocks, along, *scores,
@@ -128,6 +131,18 @@ def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out
         **_reading(logit), HAS_ENTROPY=g_entropy is not None, **SPREAD,
     )  # fmt: skip
     place[(N,)](ids, at_support, out, out.stride(0), first, V, K=K, KP=KP, num_warps=1)
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x ← factor x for a factor on the device, without a pass over x where it is 1."""
+    scale[(triton.cdiv(x.numel(), 8192),)](x, factor, x.numel(), BLOCK=8192, num_warps=8)
+
+
+def _width(N: int, V: int) -> int:
+    """How much of a row a warp reads, so that there are warps enough and each has enough to do."""
+    step = SCAN["BLOCKS"] * BLOCK.value
+    parts = max(1, min(_WARPS // max(1, N), V // (4 * step)))
+    return triton.cdiv(triton.cdiv(V, parts), step) * step
 
 
 def _numbers(logit: Logit) -> tuple[float, float, float]:

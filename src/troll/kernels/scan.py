@@ -3,7 +3,7 @@
 A chunk is 32 logits, a block 16 chunks. Of each the maximum m and Σ e^(z − m) are stored, 10 % of the bytes that were
 read; log-sum-exp, entropy, the most probable tokens and the mass of all others follow from those and a few chunks.
 Sums are relative to their own maximum, so that none is lost however small it is against the whole. One warp works on
-one row: nothing is exchanged between warps.
+one row, or on a part of it of ``width`` logits: nothing is exchanged between warps.
 """
 
 import triton
@@ -19,7 +19,7 @@ BLOCK = tl.constexpr(512)
 @triton.jit
 def scan(
     x_ptr, counted_ptr, chunk_max_ptr, chunk_sum_ptr, block_max_ptr, block_sum_ptr, block_entropy_ptr,
-    stride, V, NC, NB, scale, softcap, temperature,
+    stride, V, NC, NB, width, scale, softcap, temperature,
     CAPPED: tl.constexpr, PLAIN: tl.constexpr, RAW: tl.constexpr, MASKED: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +37,8 @@ def scan(
     S: tl.constexpr = BLOCKS * CHUNKS
     lane = tl.arange(0, S)
     offsets = lane[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    for start in tl.range(0, V, S * CHUNK, num_stages=1):
+    end = tl.minimum((tl.program_id(1) + 1) * width, V)
+    for start in tl.range(tl.program_id(1) * width, end, S * CHUNK, num_stages=1):
         at = start + offsets
         x = tl.load(x_ptr + row * stride + at, mask=at < V, other=-float("inf"))
         y = capped(x, scale, softcap, CAPPED)

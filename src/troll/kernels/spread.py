@@ -97,3 +97,13 @@ def place(id_ptr, at_support_ptr, out_ptr, out_stride, first, V, K: tl.constexpr
     ids = tl.load(id_ptr + row * K + k, mask=k < K, other=-1)
     g = tl.load(at_support_ptr + row * K + k, mask=k < K, other=0.0)
     tl.store(out_ptr + row * out_stride + ids - first, g, mask=(ids >= first) & (ids < first + V))
+
+
+@triton.jit
+def scale(x_ptr, factor_ptr, size, BLOCK: tl.constexpr):
+    """x ← factor x. Where the factor, which only the device knows, is 1, nothing is read."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+        tl.store(x_ptr + at, x.to(tl.float32) * factor, mask=at < size)

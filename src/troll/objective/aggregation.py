@@ -39,15 +39,7 @@ def aggregate(
         total: what the sum is divided by in place of this batch's own count: tokens for ``"token_mean"``, sequences
             for the others. With the count of the whole batch, the losses of its micro-batches add up to its loss.
     """
-    require_choice("aggregation", rule, get_args(Aggregation))
-    if (rule == "constant") != (max_length is not None):
-        raise InputError(
-            f"aggregation={rule!r} with max_length={max_length}",
-            "max_length with 'constant', and only there",
-            "max_length=the longest completion the run allows, or aggregation='token_mean'",
-        )
-    if max_length is not None and max_length < 1:
-        raise InputError(f"max_length={max_length}", "at least 1 token", "the longest completion the run allows")
+    _check(rule, max_length)
     if values.shape != loss_mask.shape:
         raise InputError(
             f"values {list(values.shape)} and loss_mask {list(loss_mask.shape)}",
@@ -55,15 +47,9 @@ def aggregate(
             "values.expand(B, T)",
         )
     counted = loss_mask.bool()
-    sums, lengths = torch.where(counted, values, 0.0).sum(-1), counted.sum(-1)
-    if rule == "sequence_mean":
-        sums = sums / lengths.clamp(min=1)
-    elif max_length is not None:
-        sums = sums / max_length
-    if total is None:
-        total = lengths.sum() if rule == "token_mean" else (lengths > 0).sum()
-    total = torch.as_tensor(total, device=values.device)
-    return sums.sum() / torch.where(total > 0, total, 1)  # 0 where there is nothing to divide
+    lengths = counted.sum(-1)
+    sums = torch.where(counted, values, 0.0).sum(-1) / _divisor(lengths, rule, max_length)
+    return sums.sum() / _total(lengths, rule, total)
 
 
 def token_weights(
@@ -74,7 +60,33 @@ def token_weights(
     total: float | Tensor | None = None,
 ) -> Tensor:
     """What each token counts for, [B, T]: ``aggregate`` of any values is Σ weight · value."""
-    with torch.enable_grad():
-        values = torch.zeros(loss_mask.shape, device=loss_mask.device, requires_grad=True)
-        (weights,) = torch.autograd.grad(aggregate(values, loss_mask, rule, max_length=max_length, total=total), values)
-    return weights
+    _check(rule, max_length)
+    counted = loss_mask.bool()
+    lengths = counted.sum(-1, keepdim=True)
+    weight = 1.0 / (_divisor(lengths, rule, max_length) * _total(lengths, rule, total))
+    return torch.where(counted, weight, 0.0)
+
+
+def _divisor(lengths: Tensor, rule: Aggregation, max_length: int | None) -> Tensor | int:
+    """What the sum over a sequence is divided by."""
+    return lengths.clamp(min=1) if rule == "sequence_mean" else max_length or 1
+
+
+def _total(lengths: Tensor, rule: Aggregation, total: float | Tensor | None) -> Tensor:
+    """What the sum over sequences is divided by; 1 where there is nothing to divide."""
+    if total is None:
+        total = lengths.sum() if rule == "token_mean" else (lengths > 0).sum()
+    total = torch.as_tensor(total, device=lengths.device)
+    return torch.where(total > 0, total, 1)
+
+
+def _check(rule: Aggregation, max_length: int | None) -> None:
+    require_choice("aggregation", rule, get_args(Aggregation))
+    if (rule == "constant") != (max_length is not None):
+        raise InputError(
+            f"aggregation={rule!r} with max_length={max_length}",
+            "max_length with 'constant', and only there",
+            "max_length=the longest completion the run allows, or aggregation='token_mean'",
+        )
+    if max_length is not None and max_length < 1:
+        raise InputError(f"max_length={max_length}", "at least 1 token", "the longest completion the run allows")

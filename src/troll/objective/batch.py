@@ -50,26 +50,43 @@ class Batch:
             )
         asked = loss_mask.bool()
         counted = asked & proposal.valid & old.valid
-        skipped = (asked & ~counted).sum()
-        if on_invalid == "raise" and not torch.compiler.is_compiling() and bool(skipped > 0):
-            at = (asked & ~counted).nonzero()[0].tolist()
+        batch = cls(
+            counted=counted,
+            advantages=_per_token("advantages", advantages, counted),
+            weights=None
+            if importance_weights is None
+            else _per_token("importance_weights", importance_weights, counted),
+            skipped=(asked & ~counted).sum(),
+        )
+        if not torch.compiler.is_compiling():
+            batch._check(asked, proposal, on_invalid)
+        return batch
+
+    def _check(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> None:
+        named = {"advantages": self.advantages, "importance_weights": self.weights}
+        given = {name: x for name, x in named.items() if x is not None}
+        doubts = [self.skipped > 0, *(~x.isfinite().all() for x in given.values())]
+        skips, *infinite = torch.stack(doubts).tolist()  # one transfer from the device
+        if skips and on_invalid == "raise":
+            at = (asked & ~self.counted).nonzero()[0].tolist()
             which = "proposal" if not bool(proposal.valid[tuple(at)]) else "old policy"
             raise InputError(
                 f"a {which} without a distribution at position {at}, which loss_mask counts",
                 "a distribution at every counted position",
                 "the same loss_mask for sparsify and the loss, or on_invalid='mask' to leave such positions out",
             )
-        weights = importance_weights
-        return cls(
-            counted=counted,
-            advantages=_per_token("advantages", advantages, counted),
-            weights=None if weights is None else _per_token("importance_weights", weights, counted),
-            skipped=skipped,
-        )
+        for (name, x), wrong in zip(given.items(), infinite, strict=True):
+            if wrong:
+                at = (~x.isfinite()).nonzero()[0].tolist()
+                raise InputError(
+                    f"{name} {float(x[tuple(at)])} at position {at}",
+                    "finite numbers",
+                    "looking at the reward of that sequence",
+                )
 
 
 def _per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
-    """[B] or [B, T] → [B, T] with zeros outside the counted tokens; NaN and inf are refused among them."""
+    """[B] or [B, T] → [B, T] with zeros outside the counted tokens."""
     if x.requires_grad:
         raise InputError(f"{name} that require gradient", "constants", f"{name}.detach()")
     if x.shape not in (counted.shape, counted.shape[:1]):
@@ -78,10 +95,4 @@ def _per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
             "one per sequence [B] or one per token [B, T]",
             f"{name}.reshape(B) or {name}.expand(B, T)",
         )
-    x = torch.where(counted, x if x.dim() == 2 else x[:, None], 0.0)
-    if not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
-        at = (~x.isfinite()).nonzero()[0].tolist()
-        raise InputError(
-            f"{name} {float(x[tuple(at)])} at position {at}", "finite numbers", "looking at the reward of that sequence"
-        )
-    return x
+    return torch.where(counted, x if x.dim() == 2 else x[:, None], 0.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from troll.errors import InputError
 from troll.objective.aggregation import Aggregation, token_weights
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
-from troll.objective.ratio import ratios
+from troll.objective.ratio import MAX_LOG_RATIO
 from troll.objective.troll import check_regression_coef, constrain
 from troll.policy import Head, Scored, SparsePolicy, Tail
 from troll.projection import MAX_LOST_MASS, check_kl_bound, check_lost_mass, expand_bound
@@ -60,13 +63,15 @@ def fused_troll_loss(
     weighted = (batch.advantages if batch.weights is None else batch.advantages * batch.weights).flatten()
     flat = old.flatten()
     bound = expand_bound(kl_bound, old.shape, old.log_probs).reshape(-1)
-    parts: list[TokenStats] = []
+    # What is only reported or checked waits until all that the GPU has to do is launched.
+    parts: list[Callable[[], TokenStats]] = []
+    checks: list[Callable[[], None]] = []
 
     def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
         proposal, before = scored.policy, flat[at]
-        step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl)
-        ratio = ratios(step.log_ratio, torch.ones_like(step.log_ratio, dtype=torch.bool))
-        parts.append(token_stats(proposal, before, ratio, step.projection, step.regression, scored.entropy))
+        step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl, later=checks)
+        ratio = step.log_ratio.clamp(max=MAX_LOG_RATIO["token"]).exp()
+        parts.append(partial(token_stats, proposal, before, ratio, step.projection, step.regression, scored.entropy))
         return ((regression_coef * step.regression - ratio * weighted[at]) * weights[at]).sum()
 
     target = old if tail == "bucket" else old.sampled
@@ -80,7 +85,9 @@ def fused_troll_loss(
         loss_mask=batch.counted,
         memory_budget=memory_budget,
     )
-    stats = _on_grid(parts, batch.counted)
+    for check in checks:
+        check()
+    stats = _on_grid([part() for part in parts], batch.counted)
     check_lost_mass(stats["lost_mass"][batch.counted], max_lost_mass)
     return loss, {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
 

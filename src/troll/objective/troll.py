@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,15 +67,22 @@ def constrain(
     solver: Solver = "newton",
     max_lost_mass: float = MAX_LOST_MASS,
     impl: Impl = "auto",
+    later: list[Callable[[], None]] | None = None,
 ) -> Constrained:
     """Align two policies over any positions [...] and project the one onto the trust region around the other.
 
-    ``counted`` are the positions over which ``max_lost_mass`` is averaged, all by default. Other arguments as for
-    ``troll_loss``.
+    ``counted`` are the positions over which ``max_lost_mass`` is averaged, all by default. Checks that would wait for a
+    kernel are added to ``later`` where it is given, to be called when there is nothing left to launch. Other arguments
+    as for ``troll_loss``.
     """
     support = max(proposal.token_ids.shape[-1], old.token_ids.shape[-1])
     if choose(impl, proposal.log_probs.device, kernel_cannot(support, solver)).impl == "triton":
-        return _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
+        step, verify = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
+        if later is None:
+            verify()
+        else:
+            later.append(verify)
+        return step
     aligned = align(proposal, old, tail)
     projection = project_normalised(aligned.proposal, aligned.old, kl_bound, solver, "reference")
     if not torch.compiler.is_compiling():
@@ -90,7 +98,7 @@ def _fused(
     counted: Tensor | None,
     tail: Tail,
     max_lost_mass: float,
-) -> Constrained:
+) -> tuple[Constrained, Callable[[], None]]:
     """The same from one kernel, which says in one transfer whether anything is wrong; ``align`` and the others say
     what."""
     from troll.kernels import constrain as kernel
@@ -102,17 +110,20 @@ def _fused(
     shape = proposal.shape
     bound = expand_bound(kl_bound, shape, proposal.log_probs)
     result = kernel.constrain(_rows(proposal), _rows(old), bound.reshape(-1), tail == "bucket", LOG_FLOOR)
-    wrong = int(result.faults)
-    if wrong & (kernel.WRONG_SAMPLED | kernel.WRONG_SUPPORT):
-        align(proposal, old, tail)
-    if wrong & kernel.WRONG_BOUND:
-        check_kl_bound(kl_bound)
     projection = Diagnostics(
         **{field.name: getattr(result, field.name).view(shape) for field in dataclasses.fields(Diagnostics)}
     )
-    if wrong & kernel.LOST_MASS:
-        check_lost_mass(_of(projection.lost_mass, counted), max_lost_mass)
-    return Constrained(result.log_ratio.view(shape), result.regression.view(shape), projection)
+
+    def verify() -> None:
+        wrong = int(result.faults)
+        if wrong & (kernel.WRONG_SAMPLED | kernel.WRONG_SUPPORT):
+            align(proposal, old, tail)
+        if wrong & kernel.WRONG_BOUND:
+            check_kl_bound(kl_bound)
+        if wrong & kernel.LOST_MASS:
+            check_lost_mass(_of(projection.lost_mass, counted), max_lost_mass)
+
+    return Constrained(result.log_ratio.view(shape), result.regression.view(shape), projection), verify
 
 
 def _same_form(proposal: SparsePolicy, old: SparsePolicy, tail: Tail) -> bool:

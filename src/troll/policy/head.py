@@ -172,11 +172,14 @@ class _Rows:
         _check(head, hidden, positions.shape)
         self.head, self.positions = head, positions
         self.flat = hidden.reshape(-1, hidden.shape[-1])
-        self.at = None if bool(positions.counted.all()) else positions.counted.nonzero()[:, 0]
+        counted = positions.counted
+        self.at = None if counted is None or bool(counted.all()) else counted.nonzero()[:, 0]
         logit = Logit(head.scale, head.softcap, positions.temperature)
         K = min(support.max_support, positions.vocab_size) if isinstance(support, MostProbable) else support.shape[-1]
         products = Products(self.flat, head.weight, head.bias)
         choice = choose_for(head.impl, hidden.device, products.dtype, K, logit)
+        if choice.impl != "triton":  # the kernel looks itself
+            positions.check_ids()
         picked = support if isinstance(support, MostProbable) else self._pick(support)
         self.inputs = (
             self._pick(self.flat),
@@ -209,7 +212,7 @@ class _Rows:
         def logits(row: int) -> Tensor:
             return self.head.logits(self.flat[row, None].detach(), self.positions.temperature)[0]
 
-        self.positions.refuse(self.spread(sampled < 0, False).flatten(), logits)
+        self.positions.refuse(self.spread(sampled, 0).flatten(), logits)
 
 
 def _check(head: Head, hidden: Tensor, positions: torch.Size) -> None:

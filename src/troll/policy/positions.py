@@ -33,6 +33,10 @@ def check_vocabulary(given: int, old: int) -> None:
         )
 
 
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a & b
+
+
 class Positions:
     """Positions flattened to rows: which count, and what was sampled there."""
 
@@ -57,28 +61,39 @@ class Positions:
         check_temperature(temperature)
         self.shape = sampled.shape
         self.vocab_size = vocab_size
-        counted = torch.ones_like(sampled, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
-        self.counted = (counted if skip is None else counted & ~skip).reshape(-1)
-        # Under the mask any id goes, also a padding id of -100.
-        self.sampled = torch.where(self.counted, sampled.reshape(-1), 0).long()
+        self.counted: Tensor | None = None
+        """[N] which rows count; None where all do."""
+        self.sampled = sampled.reshape(-1).long()
+        if (
+            counted := _both(None if loss_mask is None else loss_mask.bool(), None if skip is None else ~skip)
+        ) is not None:
+            self.counted = counted.reshape(-1)
+            # Under the mask any id goes, also a padding id of -100.
+            self.sampled = torch.where(self.counted, self.sampled, 0)
         self.temperature = temperature
         self.on_invalid = on_invalid
-        if not torch.compiler.is_compiling():
-            self._check_ids()
 
-    def _check_ids(self) -> None:
+    def check_ids(self) -> None:
+        """Refuse sampled tokens that are none of the vocabulary."""
         bad = (self.sampled < 0) | (self.sampled >= self.vocab_size)
-        if bool(bad.any()):
+        if not torch.compiler.is_compiling() and bool(bad.any()):
             raise InputError(
                 f"sampled token {int(self.sampled[bad][0])} at position {self._name(bad)}",
                 f"ids from 0 to {self.vocab_size - 1}",
                 "the tokenizer of this model; padding positions belong under loss_mask",
             )
 
-    def refuse(self, bad: Tensor, scaled_logits: Callable[[int], Tensor]) -> None:
-        """Raise if any row is ``bad``: its logits define no distribution, or none with the sampled token."""
-        if self.on_invalid != "raise" or torch.compiler.is_compiling() or not bool(bad.any()):
+    def refuse(self, slot_0: Tensor, scaled_logits: Callable[[int], Tensor]) -> None:
+        """Raise where a counted row has no token in slot 0 [N]: its logits define no distribution with the sampled one.
+
+        ``scaled_logits`` gives the logits of one row.
+        """
+        if self.on_invalid != "raise" or torch.compiler.is_compiling():
             return
+        bad = slot_0 < 0 if self.counted is None else (slot_0 < 0) & self.counted
+        if not bool(bad.any()):
+            return
+        self.check_ids()
         row = int(bad.nonzero()[0])
         z = scaled_logits(row)
         culprit = (~(z < torch.inf)).nonzero().flatten().tolist()

@@ -98,10 +98,13 @@ class Products:
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """``out = a @ b``, summed in fp32 and rounded once."""
-    if out.dtype == a.dtype and (a.device.type == "cuda" or a.dtype == torch.promote_types(a.dtype, torch.float32)):
+    work = torch.promote_types(a.dtype, torch.float32)
+    if out.dtype == a.dtype and (a.device.type == "cuda" or a.dtype == work):
         torch.mm(a, b, out=out)
+    elif out.dtype == work:
+        add_product(a, b, out.zero_())
     else:
-        total = torch.zeros_like(out, dtype=torch.promote_types(a.dtype, torch.float32))
+        total = torch.zeros_like(out, dtype=work)
         add_product(a, b, total)
         out.copy_(total)
 

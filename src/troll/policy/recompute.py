@@ -42,7 +42,7 @@ class ScoreRows(torch.autograd.Function):
         scores = Scores.empty(len(hidden), len(weight), support, products.dtype, hidden.device)
         for rows in products.rows():
             part = support if isinstance(support, MostProbable) else support[rows]
-            scores.put(rows, score(products.tile(rows), logit, sampled[rows], part, None, choice))
+            score(products.tile(rows), logit, sampled[rows], part, None, choice, out=scores.at(rows))
         ctx.save_for_backward(hidden, weight, bias, *scores)
         ctx.gather, ctx.logit, ctx.choice, ctx.dtype = gather, logit, choice, products.dtype
         ctx.mark_non_differentiable(scores.token_ids, scores.log_norm)

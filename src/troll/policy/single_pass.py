@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from troll.errors import InputError
 from troll.kernels import Choice
 from troll.policy.products import Products, add_product, product
-from troll.policy.rows import Logit, MostProbable, Scores, Upstream, gradient, score, work_dtype
+from troll.policy.rows import Logit, MostProbable, Scores, Upstream, gradient, scale_, score, work_dtype
 
 BUDGET = {"cpu": 1 << 29, "other": 1 << 32}
 _FEWEST_ROWS = (
@@ -95,7 +95,7 @@ class SinglePass(torch.autograd.Function):
             if any(ctx.needs_input_grad[:3]):
                 gradient(tile, logit, scores, upstream, tile, choice)
                 gradients.add(rows, tile, scores.token_ids[:, 0] < 0)
-        ctx.gradients = gradients.finished()
+        ctx.gradients, ctx.choice = gradients.finished(), choice
         ctx.mark_non_differentiable(slot_0)
         return total, slot_0
 
@@ -109,7 +109,7 @@ class SinglePass(torch.autograd.Function):
                 "on it (retain_graph=True?). Compute the loss again, or use troll_loss on the policies."
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return (*(None if x is None else x.mul_(g) for x in gradients), *[None] * 7)
+        return (*(None if x is None else scale_(x, g, ctx.choice) for x in gradients), *[None] * 7)
 
 
 def _differentiate(loss: RowLoss, scores: Scores, rows: slice) -> tuple[Tensor, Upstream]:

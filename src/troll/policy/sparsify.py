@@ -96,10 +96,12 @@ class _Rows(Positions):
         logit = Logit(temperature=self.temperature)
         K = min(support.max_support, self.vocab_size) if isinstance(support, MostProbable) else support.shape[-1]
         choice = choose_for(impl, self.logits.device, self.logits.dtype, K, logit)
+        if choice.impl != "triton":  # the kernel looks itself
+            self.check_ids()
         ids, log_probs, log_tail = _ScoreLogits.apply(  # type: ignore[no-untyped-call]
             self.logits, logit, self.sampled, support, self.counted, choice
         )
-        self.refuse(self.counted & (ids[:, 0] < 0), lambda row: logit.read(self.logits[row].detach()))
+        self.refuse(ids[:, 0], lambda row: logit.read(self.logits[row].detach()))
         return SparsePolicy.trusted(
             ids.reshape(*self.shape, ids.shape[-1]),
             log_probs.reshape(*self.shape, ids.shape[-1]),
@@ -117,7 +119,7 @@ class _ScoreLogits(torch.autograd.Function):
         logit: Logit,
         sampled: Tensor,
         support: MostProbable | Tensor,
-        counted: Tensor,
+        counted: Tensor | None,
         choice: Choice,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores = score(logits, logit, sampled, support, counted, choice, entropy=False)

@@ -20,7 +20,7 @@ from troll.kernels import Choice, Impl, choose
 from troll.policy.rows import reference, tuned
 from troll.policy.rows.types import Logit, MostProbable, Scores, Upstream, work_dtype
 
-__all__ = ["Logit", "MostProbable", "Scores", "Upstream", "choose_for", "gradient", "score", "work_dtype"]
+__all__ = ["Logit", "MostProbable", "Scores", "Upstream", "choose_for", "gradient", "scale_", "score", "work_dtype"]
 
 KERNEL_SUPPORT = 256  # most tokens per position that the kernels keep
 
@@ -54,15 +54,18 @@ def score(
     choice: Choice,
     *,
     entropy: bool = True,
+    out: Scores | None = None,
 ) -> Scores:
     """Score rows [N, V] at their most probable tokens, or at given ids [N, K] (−1: unused, slot 0 the sampled token).
 
     Rows that are not ``counted`` [N], whose logits define no distribution, or none in which the sampled token can occur
     have no support: ids −1, log-probabilities −inf, a tail of mass 1, entropy 0. A given token that is impossible
-    leaves the support.
+    leaves the support. The scores are written to ``out`` where it is given.
     """
-    scores: Scores = _module(choice).score(tile, logit, sampled, support, counted, entropy)
-    return scores
+    if out is None:
+        out = Scores.empty(len(tile), tile.shape[-1], support, tile.dtype, tile.device)
+    _module(choice).score(tile, logit, sampled, support, counted, entropy, out)
+    return out
 
 
 def gradient(
@@ -80,3 +83,13 @@ def gradient(
     The tile may be a slice of the vocabulary, from token ``first`` on.
     """
     _module(choice).gradient(tile, logit, scores, upstream, out, first)
+
+
+def scale_(x: Tensor, factor: Tensor, choice: Choice) -> Tensor:
+    """x ← factor x, for a factor [] that is 1 as a rule."""
+    if choice.impl == "triton":
+        from troll.kernels import rows
+
+        rows.scale_(x, factor)
+        return x
+    return x if bool(factor == 1) else x.mul_(factor)

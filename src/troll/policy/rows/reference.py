@@ -19,9 +19,9 @@ def score(
     support: MostProbable | Tensor,
     counted: Tensor | None,
     entropy: bool,
-) -> Scores:
+    scores: Scores,
+) -> None:
     """See ``troll.policy.rows.score``."""
-    scores = Scores.empty(len(tile), tile.shape[-1], support, tile.dtype, tile.device)
     for rows in row_chunks(tile):
         z = logit.read(tile[rows])
         log_norm = log_norms(z)
@@ -39,7 +39,6 @@ def score(
             information = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)  # 0 · −inf is 0 here
             information = torch.where(defined, information, 0.0)
         scores.put(rows, Scores(ids, at_tokens(log_p, ids), log_tail_of(log_p, ids), information, log_norm))
-    return scores
 
 
 def log_norms(z: Tensor) -> Tensor:

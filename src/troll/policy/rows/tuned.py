@@ -31,9 +31,9 @@ def score(
     support: MostProbable | Tensor,
     counted: Tensor | None,
     entropy: bool,
-) -> Scores:
+    scores: Scores,
+) -> None:
     """See ``troll.policy.rows.score``."""
-    scores = Scores.empty(len(tile), tile.shape[-1], support, tile.dtype, tile.device)
     for number, empty in zip(scores, (-1, -torch.inf, 0.0, 0.0, 0.0), strict=True):
         number.fill_(empty)
     room = _room(tile, 2)
@@ -42,7 +42,6 @@ def score(
         part = _score(tile[rows][at], logit, sampled[rows][at], given, entropy, room)
         for number, found in zip(scores.at(rows), part, strict=True):
             number[at] = found
-    return scores
 
 
 def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
