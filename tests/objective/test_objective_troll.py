@@ -176,6 +176,7 @@ def test_defaults_are_those_of_the_paper():
         "total": None,
         "importance_weights": None,
         "on_invalid": "raise",
+        "impl": "auto",
     }
 
 

@@ -13,10 +13,22 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
+from troll.kernels.choice import VARIABLE
 from troll.policy import SparsePolicy, restrict
 
 INF = math.inf
 F32, F64 = torch.float32, torch.float64
+
+
+def each_impl() -> Any:
+    """A fixture: the tests of its module run with either way to compute as ``auto``."""
+
+    def impl(request: pytest.FixtureRequest) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, request.param)
+            yield
+
+    return pytest.fixture(impl, params=["torch", "reference"], scope="module", autouse=True)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import F32, F64, INF, at_ids, close, dense, ids, normal, same_bits
+from policy_cases import F32, F64, INF, at_ids, close, dense, each_impl, ids, normal, same_bits
 from torch import Tensor
 
 from troll.policy import SparsePolicy, sparsify
+
+_impl = each_impl()
 
 HALVES = [torch.bfloat16, torch.float16]
 

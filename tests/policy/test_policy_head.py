@@ -101,11 +101,13 @@ def entropy_of(z: Tensor) -> Tensor:
 
 
 def from_logits(case: Case, z: Tensor, old: SparsePolicy | None = None, **options: Any) -> Scored:
-    """The dense way."""
+    """The dense way, by the definition."""
     if case.how == "restrict":
-        policy = restrict(z, case.old if old is None else old, **options)
+        policy = restrict(z, case.old if old is None else old, impl="reference", **options)
     else:
-        policy = sparsify(z, case.sampled, case.max_support, 1e-3, temperature=case.temperature, **options)
+        policy = sparsify(
+            z, case.sampled, case.max_support, 1e-3, temperature=case.temperature, impl="reference", **options
+        )
     return Scored(policy, torch.where(policy.valid, entropy_of(z / case.temperature), 0.0))
 
 

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
-from policy_cases import F32, F64, INF, close, dense, ids, normal, refuses, same_bits, same_policy, ulp
+from policy_cases import F32, F64, INF, close, dense, each_impl, ids, normal, refuses, same_bits, same_policy, ulp
 
 from troll.errors import InputError
 from troll.policy import SparsePolicy, restrict, sparsify
+
+_impl = each_impl()
 
 DTYPES = [torch.bfloat16, torch.float16, F32, F64]
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policy_cases import F32, F64, INF, close, greedy, ids, kept, normal, same_bits, same_policy, ulp
+from policy_cases import F32, F64, INF, close, each_impl, greedy, ids, kept, normal, same_bits, same_policy, ulp
 from torch import Tensor
 
 from troll.policy import SparsePolicy, sparsify
 from troll.policy.rows import Logit, types
 from troll.policy.rows.reference import largest, log_norms
+
+_impl = each_impl()
 
 DTYPES = [torch.bfloat16, torch.float16, F32, F64]
 P = [0.5, 0.25, 0.125, 0.0625, 0.0625]  # after k tokens 2⁻ᵏ are left

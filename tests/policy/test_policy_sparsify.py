@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from policy_cases import F32, F64, INF, close, dense, ids, kept, normal, refuses, same_bits, same_policy, ulp
+from policy_cases import F32, F64, INF, close, dense, each_impl, ids, kept, normal, refuses, same_bits, same_policy, ulp
 
 from troll.policy import restrict, sparsify
+
+_impl = each_impl()
 
 DTYPES = [torch.bfloat16, torch.float16, F32, F64]
 

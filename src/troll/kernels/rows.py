@@ -142,7 +142,7 @@ def _width(N: int, V: int) -> int:
     """How much of a row a warp reads, so that there are warps enough and each has enough to do."""
     step = SCAN["BLOCKS"] * BLOCK.value
     parts = max(1, min(_WARPS // max(1, N), V // (4 * step)))
-    return triton.cdiv(triton.cdiv(V, parts), step) * step
+    return -(-V // (parts * step)) * step
 
 
 def _numbers(logit: Logit) -> tuple[float, float, float]:

@@ -94,6 +94,7 @@ def fused_troll_loss(
 
 def _on_grid(parts: list[TokenStats], counted: Tensor) -> TokenStats:
     """Numbers of the counted tokens, some at a time → of all positions [B, T]."""
-    names = list(parts[0]) if parts else []
-    values = {name: torch.cat([part[name] for part in parts]) for name in names}
-    return {name: x.new_zeros(counted.shape).masked_scatter(counted, x) for name, x in values.items()}
+    values = torch.cat([torch.stack(list(part.values())) for part in parts], dim=-1)
+    grid = values.new_zeros(len(values), *counted.shape)
+    grid[:, counted] = values
+    return dict(zip(parts[0], grid.unbind(), strict=True))
