@@ -13,9 +13,6 @@ from torch import Tensor
 
 from troll.kernels.solver import _INF, current, kl_terms, path, point, search, warps
 
-MAX_SUPPORT = 256
-"""Slots of a row that a kernel can hold."""
-
 
 def project(
     proposal: Tensor, old: Tensor, kl_bound: Tensor, log_floor: float, offsets: Tensor | None = None, longest: int = 0

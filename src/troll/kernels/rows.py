@@ -36,6 +36,7 @@ def score(
 ) -> None:
     """See ``troll.policy.rows.score``."""
     tile = tile if tile.stride(-1) == 1 else tile.contiguous()
+    sampled, counted = sampled.contiguous(), None if counted is None else counted.contiguous()
     N, V = tile.shape
     chunks = triton.cdiv(V, CHUNK.value)
     if N == 0:
@@ -140,7 +141,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
 def _width(N: int, V: int) -> int:
     """How much of a row a warp reads, so that there are warps enough and each has enough to do."""
-    step = SCAN["BLOCKS"] * BLOCK.value
+    step: int = SCAN["BLOCKS"] * BLOCK.value
     parts = max(1, min(_WARPS // max(1, N), V // (4 * step)))
     return -(-V // (parts * step)) * step
 

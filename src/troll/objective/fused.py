@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from troll.errors import InputError
+from troll.errors import InputError, Later
 from troll.objective.aggregation import Aggregation, token_weights
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
@@ -64,14 +64,15 @@ def fused_troll_loss(
     flat = old.flatten()
     bound = expand_bound(kl_bound, old.shape, old.log_probs).reshape(-1)
     # What is only reported or checked waits until all that the GPU has to do is launched.
-    parts: list[Callable[[], TokenStats]] = []
-    checks: list[Callable[[], None]] = []
+    parts: list[tuple[Tensor | slice, Callable[[], TokenStats]]] = []
+    checks: Later = []
 
     def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
         proposal, before = scored.policy, flat[at]
         step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl, later=checks)
         ratio = step.log_ratio.clamp(max=MAX_LOG_RATIO["token"]).exp()
-        parts.append(partial(token_stats, proposal, before, ratio, step.projection, step.regression, scored.entropy))
+        stats = partial(token_stats, proposal, before, ratio, step.projection, step.regression, scored.entropy)
+        parts.append((at, stats))
         return ((regression_coef * step.regression - ratio * weighted[at]) * weights[at]).sum()
 
     target = old if tail == "bucket" else old.sampled
@@ -84,17 +85,21 @@ def fused_troll_loss(
         temperature=old.temperature,
         loss_mask=batch.counted,
         memory_budget=memory_budget,
+        later=checks,
     )
+    stats = _on_grid([(at, part()) for at, part in parts], old.shape)
+    metrics = {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
     for check in checks:
         check()
-    stats = _on_grid([part() for part in parts], batch.counted)
-    check_lost_mass(stats["lost_mass"][batch.counted], max_lost_mass)
-    return loss, {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
+    check_lost_mass(metrics["lost_mass"], max_lost_mass)
+    return loss, metrics
 
 
-def _on_grid(parts: list[TokenStats], counted: Tensor) -> TokenStats:
-    """Numbers of the counted tokens, some at a time → of all positions [B, T]."""
-    values = torch.cat([torch.stack(list(part.values())) for part in parts], dim=-1)
-    grid = values.new_zeros(len(values), *counted.shape)
-    grid[:, counted] = values
-    return dict(zip(parts[0], grid.unbind(), strict=True))
+def _on_grid(parts: list[tuple[Tensor | slice, TokenStats]], shape: torch.Size) -> TokenStats:
+    """Numbers of some positions at a time, which these are among all of them → of all positions [B, T]."""
+    names = list(parts[0][1])
+    first = parts[0][1][names[0]]
+    grid = first.new_zeros(len(names), shape.numel())
+    for at, part in parts:
+        grid[:, at] = torch.stack(list(part.values()))
+    return dict(zip(names, grid.view(-1, *shape).unbind(), strict=True))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.errors import InputError
+from troll.errors import InputError, Later, check_now_or
 from troll.kernels import Impl, choose
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
@@ -67,7 +67,7 @@ def constrain(
     solver: Solver = "newton",
     max_lost_mass: float = MAX_LOST_MASS,
     impl: Impl = "auto",
-    later: list[Callable[[], None]] | None = None,
+    later: Later | None = None,
 ) -> Constrained:
     """Align two policies over any positions [...] and project the one onto the trust region around the other.
 
@@ -78,10 +78,7 @@ def constrain(
     support = max(proposal.token_ids.shape[-1], old.token_ids.shape[-1])
     if choose(impl, proposal.log_probs.device, kernel_cannot(support, solver)).impl == "triton":
         step, verify = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
-        if later is None:
-            verify()
-        else:
-            later.append(verify)
+        check_now_or(later, verify)
         return step
     aligned = align(proposal, old, tail)
     projection = project_normalised(aligned.proposal, aligned.old, kl_bound, solver, "reference")
@@ -193,8 +190,17 @@ def troll_loss(
     """
     check_regression_coef(regression_coef)
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
+    checks: Later = []
     step = constrain(
-        proposal, old, kl_bound, batch.counted, tail=tail, solver=solver, max_lost_mass=max_lost_mass, impl=impl
+        proposal,
+        old,
+        kl_bound,
+        batch.counted,
+        tail=tail,
+        solver=solver,
+        max_lost_mass=max_lost_mass,
+        impl=impl,
+        later=checks,
     )
     ratio = ratios(step.log_ratio, batch.counted, ratio_level)
     weighted = ratio if batch.weights is None else ratio * batch.weights
@@ -206,4 +212,7 @@ def troll_loss(
         total=total,
     )
     stats = token_stats(proposal, old, ratio, step.projection, step.regression)
-    return loss, {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
+    metrics = {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
+    for check in checks:
+        check()
+    return loss, metrics

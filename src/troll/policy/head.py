@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from troll.errors import InputError
+from troll.errors import InputError, Later, check_now_or
 from troll.kernels import Impl
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
 from troll.policy.products import Products
@@ -70,12 +71,17 @@ class Head:
         temperature: float = 1.0,
         loss_mask: Tensor | None = None,
         on_invalid: OnInvalid = "raise",
+        later: Later | None = None,
     ) -> Scored:
-        """``troll.sparsify`` of the logits of ``hidden`` [..., H]; positions that do not count are not computed."""
+        """``troll.sparsify`` of the logits of ``hidden`` [..., H]; positions that do not count are not computed.
+
+        Whether all logits were distributions is known when the device is done; where ``later`` is given, that check is
+        added to it, to be called then.
+        """
         with self.gather(self.weight, self.bias):
             support = _most_probable(max_support, tail_mass)
             positions = Positions(self.weight.shape[0], sampled, temperature, loss_mask, on_invalid)
-            return self._score(_Rows(self, hidden, positions, support))
+            return self._score(_Rows(self, hidden, positions, support), later)
 
     def restrict(
         self,
@@ -84,10 +90,11 @@ class Head:
         *,
         loss_mask: Tensor | None = None,
         on_invalid: OnInvalid = "raise",
+        later: Later | None = None,
     ) -> Scored:
         """``troll.restrict`` of the logits of ``hidden`` [..., H] to the support of ``old``."""
         with self.gather(self.weight, self.bias):
-            return self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)))
+            return self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)), later)
 
     def token_loss(
         self,
@@ -100,6 +107,7 @@ class Head:
         temperature: float = 1.0,
         loss_mask: Tensor | None = None,
         memory_budget: int | None = None,
+        later: Later | None = None,
     ) -> Tensor:
         """A loss that is a sum over positions, with its gradients made in the forward, one product of the head fewer.
 
@@ -114,6 +122,7 @@ class Head:
             loss_mask: [...] positions that count.
             memory_budget: bytes that may be allocated, gradients included, 4 GiB by default (½ GiB on a CPU); see
                 ``troll.policy.single_pass`` for what they buy.
+            later: as for ``sparsify``.
         """
         with self.gather(self.weight, self.bias):
             if isinstance(target, SparsePolicy):
@@ -122,7 +131,7 @@ class Head:
                 support = _most_probable(max_support, tail_mass)
                 positions = Positions(self.weight.shape[0], target, temperature, loss_mask, "raise")
                 rows = _Rows(self, hidden, positions, support)
-            return self._single_pass(rows, loss, memory_budget)
+            return self._single_pass(rows, loss, memory_budget, later)
 
     def _support_of(
         self, old: SparsePolicy, loss_mask: Tensor | None, on_invalid: OnInvalid
@@ -132,13 +141,13 @@ class Head:
         positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
         return positions, old.token_ids.reshape(-1, old.token_ids.shape[-1])
 
-    def _score(self, rows: _Rows) -> Scored:
+    def _score(self, rows: _Rows, later: Later | None) -> Scored:
         ids, log_probs, log_tail, entropy, _ = ScoreRows.apply(*rows.inputs)  # type: ignore[no-untyped-call]
-        rows.refuse(ids[:, 0])
+        check_now_or(later, partial(rows.refuse, ids[:, 0]))
         policy = rows.policy(rows.spread(ids, -1), rows.spread(log_probs, -torch.inf), rows.spread(log_tail, 0.0))
         return Scored(policy, rows.spread(entropy, 0.0))
 
-    def _single_pass(self, rows: _Rows, loss: TokenLoss, memory_budget: int | None) -> Tensor:
+    def _single_pass(self, rows: _Rows, loss: TokenLoss, memory_budget: int | None, later: Later | None) -> Tensor:
         def of_rows(scores: Scores, part: slice) -> Tensor:
             return loss(Scored(rows.policy(*scores[:3]), scores.entropy), part if rows.at is None else rows.at[part])
 
@@ -150,7 +159,7 @@ class Head:
             value, sampled = of_rows(scores, slice(0, len(hidden))), scores.token_ids[:, 0]
         else:
             value, sampled = SinglePass.apply(*rows.inputs, of_rows, how.tile_bytes)  # type: ignore[no-untyped-call]
-        rows.refuse(sampled)
+        check_now_or(later, partial(rows.refuse, sampled))
         return value
 
     @torch.no_grad()
