@@ -15,9 +15,9 @@ from troll.kernels.scan import BLOCK, CHUNK, CHUNKS
 @triton.jit
 def outside(
     x_ptr, chunk_max_ptr, chunk_sum_ptr, block_max_ptr, block_sum_ptr, id_ptr, norm_ptr, log_tail_ptr,
-    stride, V, NC, NB, scale, softcap, temperature,
+    stride, V, NC, NB, K, scale, softcap, temperature,
     CAPPED: tl.constexpr, PLAIN: tl.constexpr, RAW: tl.constexpr,
-    NBP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    NBP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """log of the mass outside the ids [N, K] (−1: unused), for the rows in whose place there is NaN."""
     row = tl.program_id(0).to(tl.int64)

@@ -52,9 +52,9 @@ def is_defined(peak, log_sum, chosen, counted_ptr, row, MASKED: tl.constexpr):
 def most_probable(
     x_ptr, counted_ptr, sampled_ptr, chunk_max_ptr, chunk_sum_ptr, block_max_ptr, block_sum_ptr, block_entropy_ptr,
     scratch_ptr, id_ptr, log_prob_ptr, log_tail_ptr, entropy_ptr, norm_ptr,
-    stride, V, NC, NB, scale, softcap, temperature, tail_mass, tail_mass_rest,
+    stride, V, NC, NB, K, scale, softcap, temperature, tail_mass, tail_mass_rest,
     CAPPED: tl.constexpr, PLAIN: tl.constexpr, RAW: tl.constexpr, MASKED: tl.constexpr, ENTROPY: tl.constexpr,
-    PRUNED: tl.constexpr, SHIFT: tl.constexpr, NBP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    PRUNED: tl.constexpr, SHIFT: tl.constexpr, NBP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """The most probable tokens until what is left has ``tail_mass``, at most K, and the sampled one in slot 0.
 
@@ -165,9 +165,9 @@ def most_probable(
 def given(
     x_ptr, counted_ptr, sampled_ptr, support_ptr, block_max_ptr, block_sum_ptr, block_entropy_ptr,
     id_ptr, log_prob_ptr, log_tail_ptr, entropy_ptr, norm_ptr,
-    stride, V, NB, scale, softcap, temperature,
+    stride, V, NB, K, scale, softcap, temperature,
     CAPPED: tl.constexpr, PLAIN: tl.constexpr, RAW: tl.constexpr, MASKED: tl.constexpr, ENTROPY: tl.constexpr,
-    NBP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    NBP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """The log-probabilities at given tokens [N, K] (−1: unused); one that is impossible leaves the support."""
     row = tl.program_id(0).to(tl.int64)

@@ -80,7 +80,7 @@ def _score(
     along = tile.new_empty(N, NB if entropy else 1, dtype=torch.float32)
     stride, numbers, reading = tile.stride(0), _numbers(logit), {**_reading(logit), "RAW": raw}
     flags = {**reading, "MASKED": counted is not None, "ENTROPY": entropy}
-    size = {"NBP": NBP, "K": K, "KP": KP}
+    size = {"NBP": NBP, "KP": KP}  # compiled for; a K that changes from batch to batch is not
     chunks, blocks = (chunk_max, chunk_sum), (block_max, block_sum)
     width = _width(N, V)
     scan[(N, triton.cdiv(V, width))](
@@ -89,18 +89,18 @@ def _score(
     if isinstance(support, Tensor):
         given[(N,)](
             tile, mask, sampled, support.contiguous(), *blocks, along, *scores,
-            stride, V, NB, *numbers, **flags, **size, **PICK,
+            stride, V, NB, K, *numbers, **flags, **size, **PICK,
         )  # fmt: skip
     else:
         scratch = tile.new_empty(N, KP, dtype=torch.int64)
         most_probable[(N,)](
             tile, mask, sampled, *chunks, *blocks, along, scratch, *scores,
-            stride, V, NC, NB, *numbers, *_in_two(support.tail_mass),
+            stride, V, NC, NB, K, *numbers, *_in_two(support.tail_mass),
             **flags, **size, PRUNED=support.tail_mass > 0, SHIFT=_SHIFT[tile.dtype] if raw else 0, **PICK,
         )  # fmt: skip
     outside[(N,)](
         tile, *chunks, *blocks, scores.token_ids, scores.log_norm, scores.log_tail,
-        stride, V, NC, NB, *numbers, **reading, **size, **OUTSIDE,
+        stride, V, NC, NB, K, *numbers, **reading, **size, **OUTSIDE,
     )  # fmt: skip
 
 
@@ -122,16 +122,16 @@ def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out
     prepare[(N,)](
         ids, log_probs, log_tail, entropy, log_norm,
         nothing if g is None else g, nothing if g_tail is None else g_tail, nothing if g_entropy is None else g_entropy,
-        at_support, per_row, *numbers,
+        at_support, per_row, K, *numbers,
         CAPPED=logit.softcap is not None, HAS_G=g is not None, HAS_TAIL=g_tail is not None,
-        HAS_ENTROPY=g_entropy is not None, K=K, KP=KP, num_warps=1,
+        HAS_ENTROPY=g_entropy is not None, KP=KP, num_warps=1,
     )  # fmt: skip
     blocks = triton.cdiv(V, SPREAD["BLOCK"])
     spread[(N * blocks,)](
         tile, out, ids, log_tail, entropy, per_row, tile.stride(0), out.stride(0), V, blocks, K, *numbers,
         **_reading(logit), HAS_ENTROPY=g_entropy is not None, **SPREAD,
     )  # fmt: skip
-    place[(N,)](ids, at_support, out, out.stride(0), first, V, K=K, KP=KP, num_warps=1)
+    place[(N,)](ids, at_support, out, out.stride(0), first, V, K, KP=KP, num_warps=1)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

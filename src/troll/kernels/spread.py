@@ -19,9 +19,9 @@ PER_ROW = tl.constexpr(4)  # numbers that ``spread`` needs of a row
 @triton.jit
 def prepare(
     id_ptr, log_prob_ptr, log_tail_ptr, entropy_ptr, norm_ptr, g_ptr, g_tail_ptr, g_entropy_ptr,
-    at_support_ptr, row_ptr, scale, softcap, temperature,
+    at_support_ptr, row_ptr, K, scale, softcap, temperature,
     CAPPED: tl.constexpr, HAS_G: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr,
+    KP: tl.constexpr,
 ):  # fmt: skip
     """Numbers per row, [N, 4], and the gradient at the support, [N, K]."""
     row = tl.program_id(0).to(tl.int64)
@@ -90,7 +90,7 @@ def spread(
 
 
 @triton.jit
-def place(id_ptr, at_support_ptr, out_ptr, out_stride, first, V, K: tl.constexpr, KP: tl.constexpr):
+def place(id_ptr, at_support_ptr, out_ptr, out_stride, first, V, K, KP: tl.constexpr):
     """The gradient at the support, over what ``spread`` wrote there."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
