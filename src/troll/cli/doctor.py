@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import shutil
@@ -52,7 +53,7 @@ OPTIONAL = {
     "bitsandbytes": "--load_in_4bit, 8 bit optimizers",
     "vllm": "--use_vllm",
     "verl": "training with verl",
-    "triton": "torch.compile on a GPU",
+    "triton": "fast kernels on a GPU",
     "trackio": "--report_to trackio",
     "tensorboard": "--report_to tensorboard",
     "wandb": "--report_to wandb",
@@ -90,7 +91,7 @@ class Findings:
     packages: list[Package]
     machine: dict[str, Any]
     gpus: list[dict[str, Any]]
-    kernels: str
+    kernels: dict[str, Any]
     sandbox: dict[str, Any]
     model: dict[str, Any]
     steps: list[Step] = field(default_factory=list)
@@ -138,7 +139,7 @@ def examine() -> Findings:
             "cache_free_gb": _free(cache_folder()),
         },
         gpus=_gpus(),
-        kernels="PyTorch operators; Triton kernels are not part of this version",
+        kernels=_kernels(),
         sandbox={"usable": usable, "name": name, "why": why},
         model={
             "name": model.name,
@@ -220,6 +221,20 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
+def _kernels() -> dict[str, Any]:
+    """What ``troll.kernels.choose`` chooses for the device that models train on, and why; no name where it refuses."""
+    import torch
+
+    from troll.kernels import choose
+
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        choice = choose("auto", device)
+    except InputError as error:
+        return {"device": device.type, "impl": None, "why": str(error)}
+    return {"device": device.type, **choice._asdict()}
+
+
 def _free(folder: Path) -> float:
     """GB, on the disk of the nearest folder that exists."""
     while not folder.exists():
@@ -245,7 +260,17 @@ def _steps(findings: Findings, model: EmbeddedModel) -> Iterator[Step]:
         if findings.machine["cache_free_gb"] * 1024 < model.megabytes:
             command = "export TROLL_CACHE=FOLDER, one on a larger disk"
             yield Step(command, f"{model.name} needs {model.megabytes} MB in {cache_folder()}", True)
+    yield from _kernel_steps(findings.kernels)
     yield from _sandbox_steps(findings.sandbox)
+
+
+def _kernel_steps(kernels: dict[str, Any]) -> Iterator[Step]:
+    from troll.kernels.choice import VARIABLE
+
+    if kernels["impl"] is None:
+        yield Step(f"unset {VARIABLE}", kernels["why"], True)
+    elif kernels["device"] == "cuda" and kernels["impl"] == "reference" and not os.environ.get(VARIABLE):
+        yield Step("pip install triton", f"fast kernels on this GPU: {kernels['why']}", False)
 
 
 def _sandbox_steps(sandbox: dict[str, Any]) -> Iterator[Step]:
@@ -267,7 +292,7 @@ Row = tuple[str, ...]
 
 
 def _sections(findings: Findings) -> Iterator[tuple[str, list[Row]]]:
-    machine, model, sandbox = findings.machine, findings.model, findings.sandbox
+    machine, model, sandbox, kernels = findings.machine, findings.model, findings.sandbox, findings.kernels
     yield "Installed", [_package_row(package) for package in findings.packages]
     gpus = [f"{g['name']}, {g['memory_gb'] or '?'} GB, bf16: {'yes' if g['bf16'] else 'no'}" for g in findings.gpus]
     state = "converted" if model["converted"] else "to be converted, once" if model["installed"] else "not installed"
@@ -275,7 +300,7 @@ def _sections(findings: Findings) -> Iterator[tuple[str, list[Row]]]:
         "In use",
         [
             *(("GPU", gpu) for gpu in gpus or ["none: training runs on the processor"]),
-            ("kernels", findings.kernels),
+            ("kernels", f"{kernels['impl'] or 'none'}: {kernels['why']}"),
             ("sandbox", f"{sandbox['name']}: {sandbox['why']}"),
             ("model", f"{model['name']}: {state}" + (f", in {model['folder']}" if model["converted"] else "")),
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from troll.kernels.outside import outside
 from troll.kernels.pick import given, most_probable
 from troll.kernels.scan import BLOCK, CHUNK, CHUNKS, scan
+from troll.kernels.solver import current
 from troll.kernels.spread import PER_ROW, place, prepare, scale, spread
 
 if TYPE_CHECKING:
@@ -46,15 +48,9 @@ def score(
     for start in range(0, N, at_once):
         rows = slice(start, min(start + at_once, N))
         part = support[rows] if isinstance(support, Tensor) else support
-        _score(
-            tile[rows],
-            logit,
-            sampled[rows],
-            part,
-            None if counted is None else counted[rows],
-            entropy,
-            scores.at(rows),
-        )
+        mask = None if counted is None else counted[rows]
+        with current(tile.device):
+            _score(tile[rows], logit, sampled[rows], part, mask, entropy, scores.at(rows))
 
 
 def _score(
@@ -106,37 +102,41 @@ def _score(
 
 def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
     """See ``troll.policy.rows.gradient``."""
-    (N, V), K = tile.shape, scores.token_ids.shape[-1]
-    if N == 0:
+    if len(tile) == 0:
         return
-    if out.stride(-1) != 1:
-        raise ValueError("the gradient is written to rows without gaps")
     tile = tile if tile.stride(-1) == 1 else tile.contiguous()
-    KP = triton.next_power_of_2(K)
-    numbers = _numbers(logit)
+    rows = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    with current(tile.device):
+        _gradient(tile, logit, scores, upstream, rows, first)
+    if rows is not out:
+        out.copy_(rows)
+
+
+def _gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
+    (N, V), K = tile.shape, scores.token_ids.shape[-1]
+    KP, numbers, is_capped = triton.next_power_of_2(K), _numbers(logit), logit.softcap is not None
     at_support = scores.log_probs.new_empty(N, K)
     per_row = scores.log_probs.new_empty(N, PER_ROW.value)
-    g, g_tail, g_entropy = (None if x is None else x.contiguous() for x in upstream)
     ids, log_probs, log_tail, entropy, log_norm = (x.contiguous() for x in scores)
-    nothing = log_tail
+    arriving = [log_tail if x is None else x.contiguous() for x in upstream]  # any pointer where there is nothing
+    has_g, has_tail, has_entropy = (x is not None for x in upstream)
     prepare[(N,)](
-        ids, log_probs, log_tail, entropy, log_norm,
-        nothing if g is None else g, nothing if g_tail is None else g_tail, nothing if g_entropy is None else g_entropy,
-        at_support, per_row, K, *numbers,
-        CAPPED=logit.softcap is not None, HAS_G=g is not None, HAS_TAIL=g_tail is not None,
-        HAS_ENTROPY=g_entropy is not None, KP=KP, num_warps=1,
+        ids, log_probs, log_tail, entropy, log_norm, *arriving, at_support, per_row, K, *numbers,
+        CAPPED=is_capped, HAS_G=has_g, HAS_TAIL=has_tail, HAS_ENTROPY=has_entropy, KP=KP, num_warps=1,
     )  # fmt: skip
     blocks = triton.cdiv(V, SPREAD["BLOCK"])
     spread[(N * blocks,)](
         tile, out, ids, log_tail, entropy, per_row, tile.stride(0), out.stride(0), V, blocks, K, *numbers,
-        **_reading(logit), HAS_ENTROPY=g_entropy is not None, **SPREAD,
+        **_reading(logit), HAS_ENTROPY=has_entropy, **SPREAD,
     )  # fmt: skip
     place[(N,)](ids, at_support, out, out.stride(0), first, V, K, KP=KP, num_warps=1)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x ← factor x for a factor on the device, without a pass over x where it is 1."""
-    scale[(triton.cdiv(x.numel(), 8192),)](x, factor, x.numel(), BLOCK=8192, num_warps=8)
+    if x.numel():
+        with current(x.device):
+            scale[(triton.cdiv(x.numel(), 8192),)](x, factor, x.numel(), BLOCK=8192, num_warps=8)
 
 
 def _width(N: int, V: int) -> int:
@@ -160,5 +160,5 @@ def _reading(logit: Logit) -> dict[str, Any]:
 
 def _in_two(x: float) -> tuple[float, float]:
     """x as the sum of two fp32 numbers: a kernel takes no fp64 argument."""
-    high = torch.tensor(x, dtype=torch.float32).item()
+    high = float(np.float32(x))
     return high, x - high
