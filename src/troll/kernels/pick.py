@@ -63,7 +63,7 @@ def most_probable(
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
     x = tl.arange(0, NBP)
-    sampled = tl.load(sampled_ptr + row).to(tl.int32)
+    sampled = tl.load(sampled_ptr + row)
     x_ptr += row * stride
     chunk_max_ptr += row * NC
     chunk_sum_ptr += row * NC
@@ -151,7 +151,7 @@ def most_probable(
     slot = tl.where(k == place, 0, tl.where(k < place, k + 1, k))
     keep = keep & (slot < K)
     tl.debug_barrier()
-    tl.store(id_ptr, sampled.to(tl.int64))
+    tl.store(id_ptr, sampled)
     tl.store(log_prob_ptr, chosen - peak - log_sum)
     tl.store(id_ptr + slot, ids.to(tl.int64), mask=keep)
     tl.store(log_prob_ptr + slot, log_p, mask=keep)
@@ -179,7 +179,7 @@ def given(
     z = stored_logit(top, scale, temperature, CAPPED, PLAIN, RAW)
     peak = tl.max(z, axis=0)
     log_sum, entropy = normaliser(z, sums, peak, block_entropy_ptr + row * NB, x, NB, ENTROPY)
-    sampled = tl.load(sampled_ptr + row).to(tl.int32)
+    sampled = tl.load(sampled_ptr + row)
     known = (sampled >= 0) & (sampled < V)
     chosen = logit(tl.load(x_ptr + tl.where(known, sampled, 0)), scale, softcap, temperature, CAPPED, PLAIN)
     chosen = tl.where(known, chosen, -float("inf"))

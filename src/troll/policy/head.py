@@ -158,15 +158,18 @@ class Head:
             scores = Scores(*ScoreRows.apply(*rows.inputs))  # type: ignore[no-untyped-call]
             value, sampled = of_rows(scores, slice(0, len(hidden))), scores.token_ids[:, 0]
         else:
-            value, sampled = SinglePass.apply(*rows.inputs, of_rows, how.tile_bytes)  # type: ignore[no-untyped-call]
+            constant = not torch.is_grad_enabled()
+            inputs = (x.detach() if constant and isinstance(x, Tensor) else x for x in rows.inputs)
+            value, sampled = SinglePass.apply(*inputs, of_rows, how.tile_bytes)  # type: ignore[no-untyped-call]
         check_now_or(later, partial(rows.refuse, sampled))
         return value
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """The logits of a few positions [n, H], divided by the temperature: [n, V]."""
-        products = Products(hidden, self.weight, self.bias)
-        return Logit(self.scale, self.softcap, temperature).read(products.tile(slice(0, len(hidden))))
+        with self.gather(self.weight, self.bias):
+            tile = Products(hidden, self.weight, self.bias).tile(slice(0, len(hidden)))
+        return Logit(self.scale, self.softcap, temperature).read(tile)
 
 
 def _most_probable(max_support: int, tail_mass: float) -> MostProbable:
@@ -187,7 +190,7 @@ class _Rows:
         K = min(support.max_support, positions.vocab_size) if isinstance(support, MostProbable) else support.shape[-1]
         products = Products(self.flat, head.weight, head.bias)
         choice = choose_for(head.impl, hidden.device, products.dtype, K, logit)
-        if choice.impl != "triton":  # the kernel looks itself
+        if choice.impl != "triton" or positions.on_invalid == "mask":  # as in ``sparsify``
             positions.check_ids()
         picked = support if isinstance(support, MostProbable) else self._pick(support)
         self.inputs = (

@@ -96,7 +96,7 @@ class _Rows(Positions):
         logit = Logit(temperature=self.temperature)
         K = min(support.max_support, self.vocab_size) if isinstance(support, MostProbable) else support.shape[-1]
         choice = choose_for(impl, self.logits.device, self.logits.dtype, K, logit)
-        if choice.impl != "triton":  # the kernel looks itself
+        if choice.impl != "triton" or self.on_invalid == "mask":  # the kernel looks itself; what it masks is not named
             self.check_ids()
         ids, log_probs, log_tail = _ScoreLogits.apply(  # type: ignore[no-untyped-call]
             self.logits, logit, self.sampled, support, self.counted, choice

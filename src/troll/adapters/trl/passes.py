@@ -10,6 +10,7 @@ from torch import Tensor
 
 from troll.adapters.trl.config import TROLLConfig
 from troll.adapters.trl.scoring import Forward, Scores
+from troll.errors import Later
 from troll.objective import constrain, ratios, token_stats
 from troll.policy import PackedPolicy, SparsePolicy
 
@@ -66,6 +67,8 @@ class Constrain:
         self.names: list[str] = []
         self.stats: Tensor | None = None
         """[B, T, …] numbers per token with these names, and last whether the token counts."""
+        self.checks: Later = []
+        """To be made when TRL's loss is launched."""
 
     def wants(self, model: Any) -> bool:
         """Every forward of an update."""
@@ -75,12 +78,11 @@ class Constrain:
         """Log-probabilities of the projected policy; those of the old policy where a token does not count."""
         if forward.sequences != slice(0, len(self.loss_mask)):
             raise RuntimeError(f"TRL scores sequences {forward.sequences} of an update of {len(self.loss_mask)}")
-        labelled = forward.labelled
-        counted = self.loss_mask[labelled]
-        old, old_log_probs = self.old[labelled], self.old_log_probs[labelled]
-        args, hidden = self.args, forward.hidden
+        at, args, hidden = forward.places, self.args, forward.hidden
+        counted = self.loss_mask.flatten()[at]
+        old, old_log_probs = self.old.flatten()[at], self.old_log_probs.flatten()[at]
         if args.tail == "bucket":
-            proposal, entropy = forward.head.restrict(hidden, old, loss_mask=counted)
+            proposal, entropy = forward.head.restrict(hidden, old, loss_mask=counted, later=self.checks)
         else:
             proposal, entropy = forward.head.sparsify(
                 hidden,
@@ -89,15 +91,17 @@ class Constrain:
                 args.tail_mass,
                 temperature=forward.temperature,
                 loss_mask=counted,
+                later=self.checks,
             )
         projects = args.trust_region == "troll"
-        step = constrain(proposal, old, args.kl_bound if projects else math.inf, counted, tail=args.tail)
+        bound = args.kl_bound if projects else math.inf
+        step = constrain(proposal, old, bound, counted, tail=args.tail, later=self.checks)
         log_probs = old_log_probs + step.log_ratio
         if not projects:
             log_probs = torch.where(counted, proposal.sampled_log_probs, old_log_probs)
         log_ratio = forward.on_grid((log_probs - old_log_probs).detach())
-        self.counted = labelled & self.loss_mask
-        ratio = ratios(log_ratio, self.counted, args.importance_sampling_level)[labelled]
+        of_grid = forward.labelled & self.loss_mask
+        ratio = ratios(log_ratio, of_grid, args.importance_sampling_level).flatten()[at]
         pull = step.regression if projects else None
         stats = token_stats(proposal, old, ratio, step.projection, pull, entropy)
         self.names = list(stats)

@@ -107,6 +107,8 @@ class TROLLTrainer(GRPOTrainer):
                 loss = super()._compute_loss(model, inputs)
             if step.regression is not None:
                 loss = loss + self.args.regression_coef * self._aggregate(step.regression, mask, inputs)
+            for check in step.checks:
+                check()
             self._report(step, inputs)
         if self.args.trust_region != "clip":  # always zero without a clip
             for name in [name for name in self._metrics[self._mode] if name.startswith("clip_ratio/")]:
