@@ -41,7 +41,7 @@ MUTATIONS = [
              "log_ratio = projection.log_probs[..., 0]", "log_ratio = projection.proposal[..., 0]"),
     Mutation("GSPO without stop-gradient", "objective/ratio.py", "value = log_ratio.detach()", "value = log_ratio"),
     Mutation("clip takes the maximum", "objective/baselines.py", "torch.minimum(plain", "torch.maximum(plain"),
-    Mutation("sequence mean over all tokens", "objective/aggregation.py", "sums / lengths.clamp(min=1)", "sums / loss_mask.shape[-1]"),
+    Mutation("sequence mean over all tokens", "objective/aggregation.py", "return lengths.clamp(min=1) if", "return lengths.max() if"),
     Mutation("KL with the arguments exchanged", "policy/divergence.py",
              "return kl_terms(log_p, log_q).sum(-1)", "return kl_terms(log_q, log_p).sum(-1)"),
     Mutation("KL as the naive sum", "policy/divergence.py",

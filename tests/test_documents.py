@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -9,12 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
+from typing import get_args
 
 import pytest
 import torch
 
 import troll
-from troll.policy import align
+from troll.kernels import Impl, choose
+from troll.kernels.choice import VARIABLE
+from troll.policy import align, single_pass
+from troll.policy.products import _TILE_BYTES, Products
+from troll.policy.rows import KERNEL_SUPPORT
+from troll.projection.ops import MAX_KERNEL_SUPPORT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -157,6 +164,43 @@ def test_every_metric_is_explained_and_nothing_else() -> None:
     explained -= {"max_support"}
     explained |= set(re.findall(r"`(\w*clipped_fraction)`", METRICS))
     assert returned == explained
+
+
+KERNELS = (ROOT / "docs" / "kernels.md").read_text()
+
+
+def test_the_memory_budgets_on_the_page() -> None:
+    """The first MiB with which each way is taken, for tensors that take no memory."""
+    tokens = int(re.findall(r"In bf16, for (\d+) tokens, gradients included", KERNELS)[0])
+    rows = re.findall(r"^\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) MiB \| ([\d,]+) MiB \|$", KERNELS, flags=re.MULTILINE)
+    assert len(rows) == 3
+    for row in rows:
+        V, H, whole, chunks = (int(x.replace(",", "")) for x in row)
+        number = torch.zeros(1, dtype=torch.bfloat16)
+        products = Products(number.expand(tokens, H), number.expand(V, H), None)
+        ways = [single_pass.plan(products, True, mib * 2**20).way for mib in (chunks - 1, chunks, whole - 1, whole)]
+        assert ways == ["recompute", "chunks", "chunks", "whole"]
+
+
+def test_the_constants_on_the_kernel_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    text = " ".join(KERNELS.split())
+    assert KERNEL_SUPPORT == MAX_KERNEL_SUPPORT
+    assert (single_pass.BUDGET, _TILE_BYTES) == ({"cpu": 2**29, "other": 2**32}, {"cpu": 2**26, "other": 2**29})
+    for said in (
+        f"at most {KERNEL_SUPPORT} tokens per position",
+        "4 GiB unless you say otherwise, ½ GiB on a CPU",
+        "The tile takes 512 MiB (64 MiB on a CPU)",
+        f"those of at least {single_pass._FEWEST_ROWS} tokens",
+        f"{choose('auto', torch.device('cpu'))}",
+    ):
+        assert said in text, said
+    shown = set(re.findall(r'`?"(\w+)"`?', KERNELS.partition("is an argument of")[0].rpartition("- `impl=")[2]))
+    assert shown == set(get_args(Impl))
+    scan = pytest.importorskip("triton") and importlib.import_module("troll.kernels.scan")
+    assert f"chunks of {scan.CHUNK.value}, and {scan.CHUNKS.value} chunks are a block" in text
+    numbers = importlib.import_module("troll.kernels.numbers")
+    assert f"all below −{-numbers.LOWEST.value:.0e}".replace("e+", "e") in text
 
 
 def test_the_public_names_exist() -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from troll.attacks import suite
 from troll.attacks.attack import Attack
 from troll.cli import doctor
 from troll.errors import InputError
+from troll.kernels import choice
 from troll.models import embedded, embedded_model
 from troll.sandbox import DANGER, sandbox, seccomp
 
@@ -47,6 +49,25 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model.folder / "sizes.json").write_text('{"model.safetensors": 1}')
 
 
+@pytest.fixture
+def train_on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Say what models train on, and whether Triton is installed, whatever is true here."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+
+    def say(device: str | None, triton: bool = True) -> None:
+        accelerator = None if device is None else torch.device(device)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+        monkeypatch.setattr(choice, "_INSTALLED", triton)
+
+    return say
+
+
+@pytest.fixture
+def on_cpu(train_on: Any) -> None:
+    train_on(None)
+
+
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     code = doctor.run(list(argv))
     return code, capsys.readouterr().out
@@ -58,7 +79,7 @@ def found(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], dict
     return code, report, {package["name"]: package for package in report["packages"]}
 
 
-@pytest.mark.usefixtures("converted")
+@pytest.mark.usefixtures("converted", "on_cpu")
 def test_a_machine_that_is_ready(capsys: pytest.CaptureFixture[str], declare: Any) -> None:
     declare("troll_rl", "9", "Requires-Python: >=3.11", "Requires-Dist: torch>=2.10")
     code, text = printed(capsys)
@@ -68,7 +89,7 @@ def test_a_machine_that_is_ready(capsys: pytest.CaptureFixture[str], declare: An
         f"torch {metadata.version('torch')} ok wants >=2.10 for everything",
         f"python {platform.python_version()} ok wants >=3.11 for everything",
         f"trl {metadata.version('trl')} ok for training",
-        "kernels PyTorch operators; Triton kernels are not part of this version",
+        "kernels torch: tensors on a CPU",
     ):
         assert line in [" ".join(found.split()) for found in text.splitlines()]
     assert "smollm2-135m: converted, in " in text
@@ -191,6 +212,73 @@ def test_a_model_that_cannot_be_converted(
     assert command in [step["command"] for step in report["steps"] if step["needed"]]
     assert not report["model"]["converted"]
     assert not (tmp_path / "not").exists()
+
+
+def kernels_of(capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
+    """The exit code, the line on kernels, the lines on what to do."""
+    code, text = printed(capsys)
+    (line,) = [line for line in text.splitlines() if line.startswith("  kernels ")]
+    return code, line.split(maxsplit=1)[1], text.partition("What to do\n")[2].splitlines()
+
+
+@pytest.mark.usefixtures("converted")
+@pytest.mark.parametrize(
+    ("device", "triton", "impl", "why"),
+    [
+        (None, True, "torch", "tensors on a CPU"),
+        (None, False, "torch", "tensors on a CPU"),
+        ("cuda", True, "triton", "tensors on cuda, and Triton is installed"),
+        ("mps", True, "reference", "tensors are on mps: Triton needs a CUDA device (or TRITON_INTERPRET=1, for tests)"),
+    ],
+)
+def test_what_computes_and_why(
+    capsys: pytest.CaptureFixture[str], train_on: Any, device: str | None, triton: bool, impl: str, why: str
+) -> None:
+    train_on(device, triton)
+    code, line, to_do = kernels_of(capsys)
+    assert (code, line) == (0, f"{impl}: {why}")
+    assert "triton" not in "".join(to_do).lower()
+    assert found(capsys)[1]["kernels"] == {"device": device or "cpu", "impl": impl, "why": why}
+
+
+@pytest.mark.usefixtures("converted")
+def test_a_gpu_wants_triton(capsys: pytest.CaptureFixture[str], train_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_on("cuda", triton=False)
+    code, line, to_do = kernels_of(capsys)
+    assert (code, line) == (0, "reference: Triton is not installed (pip install triton)")
+    at = to_do.index("  1. pip install triton")
+    assert to_do[at + 1] == "     (fast kernels on this GPU: Triton is not installed (pip install triton))"
+    monkeypatch.setenv("TROLL_IMPL", "reference")
+    _, line, to_do = kernels_of(capsys)
+    assert line == "reference: asked for by TROLL_IMPL=reference"
+    assert "triton" not in "".join(to_do)
+
+
+@pytest.mark.usefixtures("converted", "on_cpu")
+def test_the_variable_decides_and_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TROLL_IMPL", "reference")
+    code, line, to_do = kernels_of(capsys)
+    assert (code, line) == (0, "reference: asked for by TROLL_IMPL=reference")
+    assert "TROLL_IMPL" not in "".join(to_do)
+
+
+@pytest.mark.usefixtures("converted", "on_cpu")
+@pytest.mark.parametrize(
+    ("value", "given"),
+    [("fast", "given: TROLL_IMPL='fast'; expected: 'auto' or "), ("triton", "given: TROLL_IMPL=triton where tensors ")],
+)
+def test_a_variable_that_cannot_be_is_said_and_undone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str, given: str
+) -> None:
+    monkeypatch.setenv("TROLL_IMPL", value)
+    code, line, to_do = kernels_of(capsys)
+    assert code == 1  # so would training end
+    assert line.startswith(f"none: {given}")
+    at = to_do.index("  1. unset TROLL_IMPL")
+    assert to_do[at + 1].startswith(f"     ({given}")
+    _, report, _ = found(capsys)
+    assert (report["ready"], report["kernels"]["impl"]) == (False, None)
+    assert report["kernels"]["why"].startswith(given)
 
 
 @pytest.fixture
@@ -317,7 +405,7 @@ def test_attacks_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "\x1b[1;31mSUCCEEDED" in text
 
 
-@pytest.mark.usefixtures("converted")
+@pytest.mark.usefixtures("converted", "on_cpu")
 def test_a_terminal_gets_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -325,7 +413,7 @@ def test_a_terminal_gets_colours(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.delenv("NO_COLOR", raising=False)
     _, text = printed(capsys)
     assert "\x1b[32mok" in text
-    assert "PyTorch operators" in text
+    assert "torch: tensors on a CPU" in text
 
 
 def test_flags(capsys: pytest.CaptureFixture[str]) -> None:

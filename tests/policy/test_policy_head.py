@@ -916,7 +916,7 @@ def test_the_refused_row_is_read_inside_gather_too() -> None:
     gather = Gathered(weight, bias)
     with refuses(f"logit inf of token {token} at position [3]"):
         from_hidden(one, hidden, weight, bias, gather=gather)
-    assert gather.events == ["in", "out"]
+    assert gather.events == ["in", "out", "in", "out"]  # once to score, once more to name the logit
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -48,7 +48,7 @@ def scan(
         m = tl.where(top > LOWEST, top, 0.0)
         d = (y - m[:, None]) * bits
         if ENTROPY:
-            d = tl.where(d < -1000.0, -1000.0, d)  # 0 · −inf is 0 here; a maximum would lose NaN
+            d = tl.maximum(d, -1000.0, propagate_nan=tl.PropagateNan.ALL)  # 0 · −inf is 0 here
         p = tl.exp2(d)
         own = tl.sum(p, axis=1)
         chunk = start // CHUNK + lane

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from troll.errors import InputError, require_choice
+from troll.errors import InputError, Later, check_now_or, require_choice
 from troll.policy import OnInvalid, SparsePolicy
 
 
@@ -33,8 +34,12 @@ class Batch:
         loss_mask: Tensor,
         importance_weights: Tensor | None,
         on_invalid: OnInvalid,
+        later: Later | None = None,
     ) -> Batch:
-        """Check and broadcast. Advantages are [B] or [B, T]; importance weights are broadcast likewise."""
+        """Check and broadcast. Advantages are [B] or [B, T]; importance weights are broadcast likewise.
+
+        What waits for the device is checked now, or put off where ``later`` is given.
+        """
         require_choice("on_invalid", on_invalid, ("raise", "mask"))
         if len(proposal.shape) != 2 or loss_mask.shape != proposal.shape:
             raise InputError(
@@ -49,7 +54,7 @@ class Batch:
                 "scoring the same completions with both",
             )
         asked = loss_mask.bool()
-        counted = asked & proposal.valid & old.valid
+        counted = asked & old.valid if proposal is old else asked & proposal.valid & old.valid
         batch = cls(
             counted=counted,
             advantages=_per_token("advantages", advantages, counted),
@@ -59,7 +64,7 @@ class Batch:
             skipped=(asked & ~counted).sum(),
         )
         if not torch.compiler.is_compiling():
-            batch._check(asked, proposal, on_invalid)
+            check_now_or(later, partial(batch._check, asked, proposal, on_invalid))
         return batch
 
     def _check(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> None:

@@ -58,14 +58,13 @@ def fused_troll_loss(
             "[B, T, H] and [B, T]",
             "hidden states that predict the sampled tokens: hidden[:, :-1]",
         )
-    batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise")
+    checks: Later = []  # what is only checked or reported waits until all that the device has to do is launched
+    batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise", checks)
     weights = token_weights(batch.counted, aggregation, max_length=max_length, total=total).flatten()
     weighted = (batch.advantages if batch.weights is None else batch.advantages * batch.weights).flatten()
     flat = old.flatten()
     bound = expand_bound(kl_bound, old.shape, old.log_probs).reshape(-1)
-    # What is only reported or checked waits until all that the GPU has to do is launched.
     parts: list[tuple[Tensor | slice, Callable[[], TokenStats]]] = []
-    checks: Later = []
 
     def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
         proposal, before = scored.policy, flat[at]

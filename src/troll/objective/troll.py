@@ -189,8 +189,8 @@ def troll_loss(
         The loss, and metrics as detached scalars (``docs/metrics.md`` explains each).
     """
     check_regression_coef(regression_coef)
-    batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
     checks: Later = []
+    batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid, checks)
     step = constrain(
         proposal,
         old,

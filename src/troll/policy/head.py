@@ -81,7 +81,9 @@ class Head:
         with self.gather(self.weight, self.bias):
             support = _most_probable(max_support, tail_mass)
             positions = Positions(self.weight.shape[0], sampled, temperature, loss_mask, on_invalid)
-            return self._score(_Rows(self, hidden, positions, support), later)
+            scored, check = self._score(_Rows(self, hidden, positions, support))
+        check_now_or(later, check)
+        return scored
 
     def restrict(
         self,
@@ -94,7 +96,9 @@ class Head:
     ) -> Scored:
         """``troll.restrict`` of the logits of ``hidden`` [..., H] to the support of ``old``."""
         with self.gather(self.weight, self.bias):
-            return self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)), later)
+            scored, check = self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)))
+        check_now_or(later, check)
+        return scored
 
     def token_loss(
         self,
@@ -131,7 +135,9 @@ class Head:
                 support = _most_probable(max_support, tail_mass)
                 positions = Positions(self.weight.shape[0], target, temperature, loss_mask, "raise")
                 rows = _Rows(self, hidden, positions, support)
-            return self._single_pass(rows, loss, memory_budget, later)
+            value, check = self._single_pass(rows, loss, memory_budget)
+        check_now_or(later, check)
+        return value
 
     def _support_of(
         self, old: SparsePolicy, loss_mask: Tensor | None, on_invalid: OnInvalid
@@ -141,13 +147,14 @@ class Head:
         positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
         return positions, old.token_ids.reshape(-1, old.token_ids.shape[-1])
 
-    def _score(self, rows: _Rows, later: Later | None) -> Scored:
+    def _score(self, rows: _Rows) -> tuple[Scored, Callable[[], None]]:
         ids, log_probs, log_tail, entropy, _ = ScoreRows.apply(*rows.inputs)  # type: ignore[no-untyped-call]
-        check_now_or(later, partial(rows.refuse, ids[:, 0]))
         policy = rows.policy(rows.spread(ids, -1), rows.spread(log_probs, -torch.inf), rows.spread(log_tail, 0.0))
-        return Scored(policy, rows.spread(entropy, 0.0))
+        return Scored(policy, rows.spread(entropy, 0.0)), partial(rows.refuse, ids[:, 0])
 
-    def _single_pass(self, rows: _Rows, loss: TokenLoss, memory_budget: int | None, later: Later | None) -> Tensor:
+    def _single_pass(
+        self, rows: _Rows, loss: TokenLoss, memory_budget: int | None
+    ) -> tuple[Tensor, Callable[[], None]]:
         def of_rows(scores: Scores, part: slice) -> Tensor:
             return loss(Scored(rows.policy(*scores[:3]), scores.entropy), part if rows.at is None else rows.at[part])
 
@@ -161,8 +168,7 @@ class Head:
             constant = not torch.is_grad_enabled()
             inputs = (x.detach() if constant and isinstance(x, Tensor) else x for x in rows.inputs)
             value, sampled = SinglePass.apply(*inputs, of_rows, how.tile_bytes)  # type: ignore[no-untyped-call]
-        check_now_or(later, partial(rows.refuse, sampled))
-        return value
+        return value, partial(rows.refuse, sampled)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:

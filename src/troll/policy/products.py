@@ -51,6 +51,8 @@ class Products:
     def columns(self) -> Iterator[slice]:
         """The whole vocabulary, so many tokens at a time as fit."""
         fit = self._elements // max(1, len(self.hidden))
+        if self.hidden.device.type == "cpu" and self.dtype.itemsize < 4:
+            fit //= 3  # gradients are multiplied in fp32 there
         fit = min(fit, _VOCABULARY_SLICE) if self.converts else fit
         return _slices(len(self.weight), fit, self.hidden.device.type)
 
@@ -101,20 +103,19 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> None:
     work = torch.promote_types(a.dtype, torch.float32)
     if out.dtype == a.dtype and (a.device.type == "cuda" or a.dtype == work):
         torch.mm(a, b, out=out)
-    elif out.dtype == work:
-        add_product(a, b, out.zero_())
     else:
-        total = torch.zeros_like(out, dtype=work)
-        add_product(a, b, total)
-        out.copy_(total)
+        total = out if out.dtype == work else torch.empty_like(out, dtype=work)
+        add_product(a, b, total, so_far=0)
+        if total is not out:
+            out.copy_(total)
 
 
-def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``out += a @ b``, summed in the type of ``out``."""
+def add_product(a: Tensor, b: Tensor, out: Tensor, so_far: int = 1) -> None:
+    """``out += a @ b``, summed in the type of ``out``, whatever was there (``so_far`` 1) or not."""
     if out.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=so_far, out=out)
     else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=so_far)
 
 
 def _slices(total: int, fit: int, device: str) -> Iterator[slice]:

@@ -94,7 +94,7 @@ class SinglePass(torch.autograd.Function):
             total += value
             if any(ctx.needs_input_grad[:3]):
                 gradient(tile, logit, scores, upstream, tile, choice)
-                gradients.add(rows, tile, scores.token_ids[:, 0] < 0)
+                gradients.add(rows, tile)
         ctx.gradients, ctx.choice = gradients.finished(), choice
         ctx.mark_non_differentiable(slot_0)
         return total, slot_0
@@ -134,16 +134,15 @@ class _Gradients:
         work = work_dtype(products.dtype)
         once = next(products.rows(), slice(0, 0)) == slice(0, len(hidden))  # one product, rounded once
         self.hidden = torch.empty_like(hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=weight.dtype if once else work) if needed[1] else None
+        self.weight = torch.empty_like(weight, dtype=weight.dtype if once else work) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=work) if needed[2] and bias is not None else None
 
-    def add(self, rows: slice, g: Tensor, empty: Tensor) -> None:
+    def add(self, rows: slice, g: Tensor) -> None:
         """Add what the gradient g of some rows contributes."""
         if self.hidden is not None:
             self.products.times_weight(g, out=self.hidden[rows])
         if self.weight is not None:
             hidden = self.products.hidden[rows].to(g.dtype)
-            hidden = hidden.masked_fill(empty[:, None], 0.0)  # a row without a support may hold NaN, and 0 · NaN is NaN
             (product if rows.start == 0 else add_product)(g.t(), hidden, self.weight)
         if self.bias is not None:
             self.bias += g.sum(0, dtype=self.bias.dtype)
