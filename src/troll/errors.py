@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 
 class InputError(ValueError):
     """Input that cannot be used as it is.
@@ -22,15 +20,3 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuse a ``value`` of the option ``name`` that is not one of ``choices``."""
     if value not in choices:
         raise InputError(f"{name}={value!r}", " or ".join(map(repr, choices)), f"{name}={choices[0]!r}, the default")
-
-
-Later = list[Callable[[], None]]
-"""Checks that wait for a device, put off until everything that it has to do is launched."""
-
-
-def check_now_or(later: Later | None, check: Callable[[], None]) -> None:
-    """Make a check, or put it off where there is a list for that."""
-    if later is None:
-        check()
-    else:
-        later.append(check)

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from troll.errors import InputError, Later, check_now_or, require_choice
+from troll.doubts import Doubt, Later, now_or
+from troll.errors import InputError, require_choice
 from troll.policy import OnInvalid, SparsePolicy
 
 
@@ -64,15 +65,19 @@ class Batch:
             skipped=(asked & ~counted).sum(),
         )
         if not torch.compiler.is_compiling():
-            check_now_or(later, partial(batch._check, asked, proposal, on_invalid))
+            now_or(later, batch._doubt(asked, proposal, on_invalid))
         return batch
 
-    def _check(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> None:
-        named = {"advantages": self.advantages, "importance_weights": self.weights}
-        given = {name: x for name, x in named.items() if x is not None}
-        doubts = [self.skipped > 0, *(~x.isfinite().all() for x in given.values())]
-        skips, *infinite = torch.stack(doubts).tolist()  # one transfer from the device
-        if skips and on_invalid == "raise":
+    def _doubt(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> Doubt:
+        wrong = ~self.advantages.isfinite().all()
+        if self.weights is not None:
+            wrong = wrong | ~self.weights.isfinite().all()
+        if on_invalid == "raise":
+            wrong = wrong | (self.skipped > 0)
+        return Doubt(wrong, partial(self._refuse, asked, proposal, on_invalid))
+
+    def _refuse(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> None:
+        if on_invalid == "raise" and bool(self.skipped > 0):
             at = (asked & ~self.counted).nonzero()[0].tolist()
             which = "proposal" if not bool(proposal.valid[tuple(at)]) else "old policy"
             raise InputError(
@@ -80,8 +85,8 @@ class Batch:
                 "a distribution at every counted position",
                 "the same loss_mask for sparsify and the loss, or on_invalid='mask' to leave such positions out",
             )
-        for (name, x), wrong in zip(given.items(), infinite, strict=True):
-            if wrong:
+        for name, x in (("advantages", self.advantages), ("importance_weights", self.weights)):
+            if x is not None and not bool(x.isfinite().all()):
                 at = (~x.isfinite()).nonzero()[0].tolist()
                 raise InputError(
                     f"{name} {float(x[tuple(at)])} at position {at}",

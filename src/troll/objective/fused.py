@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from troll.errors import InputError, Later
+from troll.doubts import Doubt, Later, resolve
+from troll.errors import InputError
 from troll.objective.aggregation import Aggregation, token_weights
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
@@ -58,8 +59,8 @@ def fused_troll_loss(
             "[B, T, H] and [B, T]",
             "hidden states that predict the sampled tokens: hidden[:, :-1]",
         )
-    checks: Later = []  # what is only checked or reported waits until all that the device has to do is launched
-    batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise", checks)
+    doubts: Later = []  # what is only checked or reported waits until all that the device has to do is launched
+    batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise", doubts)
     weights = token_weights(batch.counted, aggregation, max_length=max_length, total=total).flatten()
     weighted = (batch.advantages if batch.weights is None else batch.advantages * batch.weights).flatten()
     flat = old.flatten()
@@ -68,7 +69,7 @@ def fused_troll_loss(
 
     def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
         proposal, before = scored.policy, flat[at]
-        step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl, later=checks)
+        step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl, later=doubts)
         ratio = step.log_ratio.clamp(max=MAX_LOG_RATIO["token"]).exp()
         stats = partial(token_stats, proposal, before, ratio, step.projection, step.regression, scored.entropy)
         parts.append((at, stats))
@@ -84,13 +85,13 @@ def fused_troll_loss(
         temperature=old.temperature,
         loss_mask=batch.counted,
         memory_budget=memory_budget,
-        later=checks,
+        later=doubts,
     )
     stats = _on_grid([(at, part()) for at, part in parts], old.shape)
     metrics = {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
-    for check in checks:
-        check()
-    check_lost_mass(metrics["lost_mass"], max_lost_mass)
+    lost = metrics["lost_mass"]
+    doubts.append(Doubt(lost > max_lost_mass, partial(check_lost_mass, lost, max_lost_mass)))
+    resolve(doubts)
     return loss, metrics
 
 

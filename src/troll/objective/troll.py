@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from troll.errors import InputError, Later, check_now_or
+from troll.doubts import Doubt, Later, now_or, resolve
+from troll.errors import InputError
 from troll.kernels import Impl, choose
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
@@ -71,14 +71,14 @@ def constrain(
 ) -> Constrained:
     """Align two policies over any positions [...] and project the one onto the trust region around the other.
 
-    ``counted`` are the positions over which ``max_lost_mass`` is averaged, all by default. Checks that would wait for a
-    kernel are added to ``later`` where it is given, to be called when there is nothing left to launch. Other arguments
-    as for ``troll_loss``.
+    ``counted`` are the positions over which ``max_lost_mass`` is averaged, all by default. What only the kernel knows
+    to be wrong is added to ``later`` where it is given, to be resolved when there is nothing left to launch. Other
+    arguments as for ``troll_loss``.
     """
     support = max(proposal.token_ids.shape[-1], old.token_ids.shape[-1])
     if choose(impl, proposal.log_probs.device, kernel_cannot(support, solver)).impl == "triton":
-        step, verify = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
-        check_now_or(later, verify)
+        step, doubt = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
+        now_or(later, doubt)
         return step
     aligned = align(proposal, old, tail)
     projection = project_normalised(aligned.proposal, aligned.old, kl_bound, solver, "reference")
@@ -95,7 +95,7 @@ def _fused(
     counted: Tensor | None,
     tail: Tail,
     max_lost_mass: float,
-) -> tuple[Constrained, Callable[[], None]]:
+) -> tuple[Constrained, Doubt]:
     """The same from one kernel, which says in one transfer whether anything is wrong; ``align`` and the others say
     what."""
     from troll.kernels import constrain as kernel
@@ -111,7 +111,7 @@ def _fused(
         **{field.name: getattr(result, field.name).view(shape) for field in dataclasses.fields(Diagnostics)}
     )
 
-    def verify() -> None:
+    def explain() -> None:
         wrong = int(result.faults)
         if wrong & (kernel.WRONG_SAMPLED | kernel.WRONG_SUPPORT):
             align(proposal, old, tail)
@@ -120,7 +120,8 @@ def _fused(
         if wrong & kernel.LOST_MASS:
             check_lost_mass(_of(projection.lost_mass, counted), max_lost_mass)
 
-    return Constrained(result.log_ratio.view(shape), result.regression.view(shape), projection), verify
+    step = Constrained(result.log_ratio.view(shape), result.regression.view(shape), projection)
+    return step, Doubt(result.faults[0] != 0, explain)
 
 
 def _same_form(proposal: SparsePolicy, old: SparsePolicy, tail: Tail) -> bool:
@@ -189,8 +190,8 @@ def troll_loss(
         The loss, and metrics as detached scalars (``docs/metrics.md`` explains each).
     """
     check_regression_coef(regression_coef)
-    checks: Later = []
-    batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid, checks)
+    doubts: Later = []
+    batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid, doubts)
     step = constrain(
         proposal,
         old,
@@ -200,7 +201,7 @@ def troll_loss(
         solver=solver,
         max_lost_mass=max_lost_mass,
         impl=impl,
-        later=checks,
+        later=doubts,
     )
     ratio = ratios(step.log_ratio, batch.counted, ratio_level)
     weighted = ratio if batch.weights is None else ratio * batch.weights
@@ -213,6 +214,5 @@ def troll_loss(
     )
     stats = token_stats(proposal, old, ratio, step.projection, step.regression)
     metrics = {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
-    for check in checks:
-        check()
+    resolve(doubts)
     return loss, metrics

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from troll.errors import InputError, Later, check_now_or
+from troll.doubts import Doubt, Later, now_or
+from troll.errors import InputError
 from troll.kernels import Impl
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
 from troll.policy.products import Products
@@ -75,14 +75,14 @@ class Head:
     ) -> Scored:
         """``troll.sparsify`` of the logits of ``hidden`` [..., H]; positions that do not count are not computed.
 
-        Whether all logits were distributions is known when the device is done; where ``later`` is given, that check is
-        added to it, to be called then.
+        Whether all logits were distributions is known when the device is done; where ``later`` is given, that doubt is
+        added to it, for ``troll.doubts.resolve``.
         """
         with self.gather(self.weight, self.bias):
             support = _most_probable(max_support, tail_mass)
             positions = Positions(self.weight.shape[0], sampled, temperature, loss_mask, on_invalid)
-            scored, check = self._score(_Rows(self, hidden, positions, support))
-        check_now_or(later, check)
+            scored, doubt = self._score(_Rows(self, hidden, positions, support))
+        now_or(later, doubt)
         return scored
 
     def restrict(
@@ -96,8 +96,8 @@ class Head:
     ) -> Scored:
         """``troll.restrict`` of the logits of ``hidden`` [..., H] to the support of ``old``."""
         with self.gather(self.weight, self.bias):
-            scored, check = self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)))
-        check_now_or(later, check)
+            scored, doubt = self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)))
+        now_or(later, doubt)
         return scored
 
     def token_loss(
@@ -135,8 +135,8 @@ class Head:
                 support = _most_probable(max_support, tail_mass)
                 positions = Positions(self.weight.shape[0], target, temperature, loss_mask, "raise")
                 rows = _Rows(self, hidden, positions, support)
-            value, check = self._single_pass(rows, loss, memory_budget)
-        check_now_or(later, check)
+            value, doubt = self._single_pass(rows, loss, memory_budget)
+        now_or(later, doubt)
         return value
 
     def _support_of(
@@ -147,14 +147,12 @@ class Head:
         positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
         return positions, old.token_ids.reshape(-1, old.token_ids.shape[-1])
 
-    def _score(self, rows: _Rows) -> tuple[Scored, Callable[[], None]]:
+    def _score(self, rows: _Rows) -> tuple[Scored, Doubt]:
         ids, log_probs, log_tail, entropy, _ = ScoreRows.apply(*rows.inputs)  # type: ignore[no-untyped-call]
         policy = rows.policy(rows.spread(ids, -1), rows.spread(log_probs, -torch.inf), rows.spread(log_tail, 0.0))
-        return Scored(policy, rows.spread(entropy, 0.0)), partial(rows.refuse, ids[:, 0])
+        return Scored(policy, rows.spread(entropy, 0.0)), rows.doubt(ids[:, 0])
 
-    def _single_pass(
-        self, rows: _Rows, loss: TokenLoss, memory_budget: int | None
-    ) -> tuple[Tensor, Callable[[], None]]:
+    def _single_pass(self, rows: _Rows, loss: TokenLoss, memory_budget: int | None) -> tuple[Tensor, Doubt]:
         def of_rows(scores: Scores, part: slice) -> Tensor:
             return loss(Scored(rows.policy(*scores[:3]), scores.entropy), part if rows.at is None else rows.at[part])
 
@@ -168,7 +166,7 @@ class Head:
             constant = not torch.is_grad_enabled()
             inputs = (x.detach() if constant and isinstance(x, Tensor) else x for x in rows.inputs)
             value, sampled = SinglePass.apply(*inputs, of_rows, how.tile_bytes)  # type: ignore[no-untyped-call]
-        return value, partial(rows.refuse, sampled)
+        return value, rows.doubt(sampled)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -224,13 +222,13 @@ class _Rows:
         positions = self.positions
         return SparsePolicy.trusted(ids, log_probs, log_tail, positions.vocab_size, positions.temperature)
 
-    def refuse(self, sampled: Tensor) -> None:
-        """Raise where a row has no distribution, which is where its slot 0 is −1."""
+    def doubt(self, sampled: Tensor) -> Doubt:
+        """Whether a row has no distribution, which is where its slot 0 is −1."""
 
         def logits(row: int) -> Tensor:
             return self.head.logits(self.flat[row, None].detach(), self.positions.temperature)[0]
 
-        self.positions.refuse(self.spread(sampled, 0).flatten(), logits)
+        return self.positions.doubt(self.spread(sampled, 0).flatten(), logits)
 
 
 def _check(head: Head, hidden: Tensor, positions: torch.Size) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from troll.doubts import Doubt
 from troll.errors import InputError, require_choice
 from troll.policy.sparse import check_temperature
 
@@ -83,16 +84,16 @@ class Positions:
                 "the tokenizer of this model; padding positions belong under loss_mask",
             )
 
-    def refuse(self, slot_0: Tensor, scaled_logits: Callable[[int], Tensor]) -> None:
-        """Raise where a counted row has no token in slot 0 [N]: its logits define no distribution with the sampled one.
+    def doubt(self, slot_0: Tensor, scaled_logits: Callable[[int], Tensor]) -> Doubt:
+        """Whether a counted row has no token in slot 0 [N]: its logits define no distribution with the sampled one.
 
         ``scaled_logits`` gives the logits of one row.
         """
-        if self.on_invalid != "raise" or torch.compiler.is_compiling():
-            return
         bad = slot_0 < 0 if self.counted is None else (slot_0 < 0) & self.counted
-        if not bool(bad.any()):
-            return
+        any_bad = bad.any() if self.on_invalid == "raise" else bad.new_zeros(())
+        return Doubt(any_bad, lambda: self._refuse(bad, scaled_logits))
+
+    def _refuse(self, bad: Tensor, scaled_logits: Callable[[int], Tensor]) -> None:
         self.check_ids()
         row = int(bad.nonzero()[0])
         z = scaled_logits(row)

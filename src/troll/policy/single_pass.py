@@ -95,6 +95,7 @@ class SinglePass(torch.autograd.Function):
             if any(ctx.needs_input_grad[:3]):
                 gradient(tile, logit, scores, upstream, tile, choice)
                 gradients.add(rows, tile)
+            del tile  # or it outlives its buffer
         ctx.gradients, ctx.choice = gradients.finished(), choice
         ctx.mark_non_differentiable(slot_0)
         return total, slot_0

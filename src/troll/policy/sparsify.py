@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from troll.doubts import now_or
 from troll.errors import InputError
 from troll.kernels import Choice, Impl
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
@@ -101,7 +102,8 @@ class _Rows(Positions):
         ids, log_probs, log_tail = _ScoreLogits.apply(  # type: ignore[no-untyped-call]
             self.logits, logit, self.sampled, support, self.counted, choice
         )
-        self.refuse(ids[:, 0], lambda row: logit.read(self.logits[row].detach()))
+        if not torch.compiler.is_compiling():
+            now_or(None, self.doubt(ids[:, 0], lambda row: logit.read(self.logits[row].detach())))
         return SparsePolicy.trusted(
             ids.reshape(*self.shape, ids.shape[-1]),
             log_probs.reshape(*self.shape, ids.shape[-1]),

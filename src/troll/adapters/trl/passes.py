@@ -10,7 +10,7 @@ from torch import Tensor
 
 from troll.adapters.trl.config import TROLLConfig
 from troll.adapters.trl.scoring import Forward, Scores
-from troll.errors import Later
+from troll.doubts import Later
 from troll.objective import constrain, ratios, token_stats
 from troll.policy import PackedPolicy, SparsePolicy
 
@@ -67,8 +67,8 @@ class Constrain:
         self.names: list[str] = []
         self.stats: Tensor | None = None
         """[B, T, …] numbers per token with these names, and last whether the token counts."""
-        self.checks: Later = []
-        """To be made when TRL's loss is launched."""
+        self.doubts: Later = []
+        """To be resolved when TRL's loss is launched."""
 
     def wants(self, model: Any) -> bool:
         """Every forward of an update."""
@@ -82,7 +82,7 @@ class Constrain:
         counted = self.loss_mask.flatten()[at]
         old, old_log_probs = self.old.flatten()[at], self.old_log_probs.flatten()[at]
         if args.tail == "bucket":
-            proposal, entropy = forward.head.restrict(hidden, old, loss_mask=counted, later=self.checks)
+            proposal, entropy = forward.head.restrict(hidden, old, loss_mask=counted, later=self.doubts)
         else:
             proposal, entropy = forward.head.sparsify(
                 hidden,
@@ -91,11 +91,11 @@ class Constrain:
                 args.tail_mass,
                 temperature=forward.temperature,
                 loss_mask=counted,
-                later=self.checks,
+                later=self.doubts,
             )
         projects = args.trust_region == "troll"
         bound = args.kl_bound if projects else math.inf
-        step = constrain(proposal, old, bound, counted, tail=args.tail, later=self.checks)
+        step = constrain(proposal, old, bound, counted, tail=args.tail, later=self.doubts)
         log_probs = old_log_probs + step.log_ratio
         if not projects:
             log_probs = torch.where(counted, proposal.sampled_log_probs, old_log_probs)

@@ -19,6 +19,7 @@ from troll.adapters.trl.config import TROLLConfig
 from troll.adapters.trl.estimators import check_rewards, estimate
 from troll.adapters.trl.passes import Constrain, RecordOld
 from troll.adapters.trl.scoring import Pass, Scorer
+from troll.doubts import resolve
 from troll.objective import Aggregation, TokenStats, aggregate, summarise
 
 logger = get_logger(__name__)
@@ -107,8 +108,7 @@ class TROLLTrainer(GRPOTrainer):
                 loss = super()._compute_loss(model, inputs)
             if step.regression is not None:
                 loss = loss + self.args.regression_coef * self._aggregate(step.regression, mask, inputs)
-            for check in step.checks:
-                check()
+            resolve(step.doubts)
             self._report(step, inputs)
         if self.args.trust_region != "clip":  # always zero without a clip
             for name in [name for name in self._metrics[self._mode] if name.startswith("clip_ratio/")]:
