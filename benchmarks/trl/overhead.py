@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace, arm: str) -> dict[str, Any]:
         before, after = (
             [x[f"troll/kl_{when}/max"] for x in logs if "troll/regression" in x] for when in ("before", "after")
         )
-        assert max(before[::8]) < (1e-9 if options.cpu else 0.05), before
+        assert max(before[::8]) < (1e-9 if options.cpu else 1e-2) or options.model in SHAPES, before
         assert max(before) > 0, before
         assert max(after) <= 0.05 * (1 + 1e-5), after
     steps = [b - a for a, b in itertools.pairwise(ticks)]

@@ -25,14 +25,13 @@ WAYS = ["whole", "chunks", "recompute"]
 RULES = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
 SUPPORT = {"max_support": K, "tail_mass": 1e-3}
-interpreted = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tensors on a CPU: kernels are interpreted without a GPU"),
-    # what numpy says, in the interpreter, to −inf − −inf, e^200 and log 0
-    *(
-        pytest.mark.filterwarnings(f"ignore:{said} encountered:RuntimeWarning")
-        for said in ("overflow", "invalid value", "divide by zero")
-    ),
-]
+
+
+def interpreted(test: Any) -> Any:
+    """A test that gives the kernels tensors on a CPU. Its warnings are numpy's, of −inf − −inf, e^200 and log 0."""
+    for said in ("overflow", "invalid value", "divide by zero"):
+        test = pytest.mark.filterwarnings(f"ignore:{said} encountered:RuntimeWarning")(test)
+    return pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")(test)
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = F64) -> Tensor:
@@ -50,7 +49,7 @@ class Case(NamedTuple):
         return Head(*self.leaves[1:], impl=impl)  # type: ignore[arg-type]
 
 
-def make(dtype: torch.dtype = F64, temperature: float = 1.0, mask: Tensor | None = None, distance: float = 0.5) -> Case:
+def make(dtype: torch.dtype = F64, temperature: float = 1.0, mask: Tensor | None = None, distance: float = 0.2) -> Case:
     leaves = [normal(*shape, seed=i, dtype=dtype).requires_grad_() for i, shape in enumerate([(B, T, H), (V, H), (V,)])]
     sampled = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -136,7 +135,7 @@ def test_loss_gradients_and_every_metric(tail: str, way: str, impl: str, tempera
     ours, theirs = fused(case, tail=tail, way=way, impl=impl), composed(case, tail=tail)
     assert_same(ours, theirs)
     assert 0.1 < theirs.metrics["projected_fraction"] < 0.95
-    assert theirs.metrics["regression"] > 0.01
+    assert theirs.metrics["regression"] > 1e-3
     assert min(g.abs().max().item() for g in theirs.gradients) > 0.01
 
 
@@ -159,7 +158,8 @@ def test_the_entropy_is_exact_where_troll_loss_has_a_lower_bound(tail: str) -> N
 def test_every_aggregation(tail: str, rule: str, total: Any) -> None:
     case = make()
     options = {"aggregation": rule, "total": total, "max_length": 6 if rule == "constant" else None}
-    assert_same(fused(case, tail=tail, way="chunks", **options), composed(case, tail=tail, **options))
+    # 1 / count is a number in fp32
+    assert_same(fused(case, tail=tail, way="chunks", **options), composed(case, tail=tail, **options), 2.0**-23)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -171,11 +171,9 @@ def test_advantages_and_importance_weights_of_sequences_and_tokens(
     case = make()
     advantages = normal(B, T, seed=8) if per_token else case.advantages
     shapes = {"sequence": (B,), "token": (B, T)}
-    options = {"importance_weights": None if weights is None else normal(*shapes[weights], seed=9).exp()}
-    assert_same(
-        fused(case, tail=tail, advantages=advantages, **options),
-        composed(case, tail=tail, advantages=advantages, **options),
-    )
+    w = None if weights is None else normal(*shapes[weights], seed=9).exp()
+    options: dict[str, Any] = {"tail": tail, "advantages": advantages, "importance_weights": w}
+    assert_same(fused(case, **options), composed(case, **options))
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -184,13 +182,8 @@ def test_a_bound_per_token_and_other_settings(tail: str, way: str) -> None:
     case = make()
     bound = normal(B, T, seed=10).exp() * 0.05
     bound[0, 0], bound[1, 0] = 0.0, INF
-    for options in (
-        {"kl_bound": bound},
-        {"kl_bound": 0.0},
-        {"kl_bound": 1e9},
-        {"regression_coef": 0.0},
-        {"regression_coef": 7.5},
-    ):
+    for name, value in (("kl_bound", bound), *(("kl_bound", x) for x in (0.0, 1e9)), ("regression_coef", 7.5)):
+        options = {name: value}
         assert_same(fused(case, tail=tail, way=way, **options), composed(case, tail=tail, **options))
 
 
@@ -207,7 +200,7 @@ def test_masks(tail: str, mask: Tensor) -> None:
     advantages = torch.where(mask > 0, case.advantages[:, None], NAN)
     for way in WAYS if mask.any() else ("whole", "recompute"):
         ours = fused(case, mask, tail, advantages, way=way)
-        assert_same(ours, theirs)
+        assert_same(ours, theirs, 2.0**-23)  # 1 / count is a number in fp32
         assert (ours.gradients[0][mask == 0] == 0).all()
 
 
@@ -284,8 +277,8 @@ def test_bf16_hidden_states() -> None:
 
 
 @pytest.mark.parametrize(("tail", "way"), [("floor", "whole"), ("bucket", "chunks"), ("bucket", "recompute")])
-@pytest.mark.parametrize("mark", [pytest.param(None, marks=interpreted)])
-def test_the_kernels_give_the_same(tail: str, way: str, mark: None) -> None:
+@interpreted
+def test_the_kernels_give_the_same(tail: str, way: str) -> None:
     """fp32: no kernel is further from fp64 than a few roundings; the solver may take other steps."""
     case = make(F32, temperature=0.8, mask=MASK)
     ours, theirs = fused(case, tail=tail, way=way, impl="triton"), composed(case, tail=tail)
@@ -422,7 +415,7 @@ def test_an_old_policy_that_requires_gradient_is_refused(tail: str) -> None:
 
 
 def truncated(lost: float, counted: float) -> tuple[Case, Tensor]:
-    """Two tokens that the old policy has, ½ each, of three; the proposal has ``lost`` on the third, at some positions."""
+    """The old policy has ½ on two tokens of three; the proposal has ``lost`` on the third, at the first position."""
     hidden = torch.eye(2, dtype=F64)[torch.tensor([[0, 1, 1]])]
     inside = (1 - lost) / 2
     weight = torch.tensor([[inside, inside, lost], [0.5, 0.5, 1e-300]], dtype=F64).log().T.contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -61,13 +61,19 @@ def fused_troll_loss(
         )
     doubts: Later = []  # what is only checked or reported waits until all that the device has to do is launched
     batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise", doubts)
-    weights = token_weights(batch.counted, aggregation, max_length=max_length, total=total).flatten()
-    weighted = (batch.advantages if batch.weights is None else batch.advantages * batch.weights).flatten()
     flat = old.flatten()
-    bound = expand_bound(kl_bound, old.shape, old.log_probs).reshape(-1)
     parts: list[tuple[Tensor | slice, Callable[[], TokenStats]]] = []
 
+    @cache
+    def per_token() -> tuple[Tensor, Tensor, Tensor]:
+        """Made when the first logits are launched: bounds, weighted advantages, and what each token counts for."""
+        bound = expand_bound(kl_bound, old.shape, old.log_probs).reshape(-1)
+        weighted = batch.advantages if batch.weights is None else batch.advantages * batch.weights
+        weights = token_weights(batch.counted, aggregation, max_length=max_length, total=total)
+        return bound, weighted.flatten(), weights.flatten()
+
     def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
+        bound, weighted, weights = per_token()
         proposal, before = scored.policy, flat[at]
         step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl, later=doubts)
         ratio = step.log_ratio.clamp(max=MAX_LOG_RATIO["token"]).exp()
