@@ -22,6 +22,7 @@ PAGES = {
     "README.md": "index.md",
     "LOG.md": "log.md",
     "CHANGELOG.md": "changelog.md",
+    "benchmarks/kernels/README.md": "speed.md",
     "benchmarks/trl/README.md": "cost.md",
     "examples/tasks/README.md": "tasks.md",
     "examples/trl/README.md": "examples-trl.md",

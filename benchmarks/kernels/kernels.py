@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--impl", help="of troll's fast ways: triton on a GPU, torch on a CPU")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
     parser.add_argument("--sizes", help="NxVxH or NxVxHxK, with commas between them; growth starts from the first")
+    parser.add_argument("--along", help="growth along this alone: K=32,128,256")
     parser.add_argument("--seconds", type=float, default=1.0, help="of repeats for each way")
     parser.add_argument("--limit", type=float, default=220.0, help="seconds after which no part or point is begun")
     parser.add_argument("--check", action="store_true", help="check and time nothing")
@@ -110,7 +111,11 @@ def main() -> int:
         options.profile.write_text(parts.profiles(run, sizes[0]))
     if "growth" in wanted:
         print(f"{run.spent:5.0f} s  growth", flush=True)
-        parts.growth(run, sizes[0], write)
+        sweeps = parts.SWEEPS[device.type]
+        if options.along:
+            letter, values = options.along.split("=")
+            sweeps = {letter: tuple(map(int, values.split(",")))}
+        parts.growth(run, sizes[0], sweeps, write)
     if run.checks.red:
         return end(results, run.checks.red, write)
     write()

@@ -289,11 +289,13 @@ SWEEPS = {
 }
 
 
-def growth(run: Run, base: Size, write: Callable[[], None]) -> dict[str, list[dict[str, Any]]]:
+def growth(
+    run: Run, base: Size, sweeps: dict[str, tuple[int, ...]], write: Callable[[], None]
+) -> dict[str, list[dict[str, Any]]]:
     """Selection, scoring and loss along N, V and K around ``base``, few repeats each."""
     found: dict[str, list[dict[str, Any]]] = {}
     run.results["growth"] = found
-    for letter, values in SWEEPS[run.device.type].items():
+    for letter, values in sweeps.items():
         found[letter] = []
         for value in values:
             if run.spent > run.limit:

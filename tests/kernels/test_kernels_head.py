@@ -279,8 +279,9 @@ def test_checks_wait_where_there_is_a_list_for_them() -> None:
             resolve([check])
         assert given in caught.value.given
     resolve(checks[3:])
-    with pytest.raises(InputError, match=f"sampled token {V} at position"):
-        score("sparsify", "triton", parameters(), sampled=token)
+    for on_invalid in ("raise", "mask"):
+        with pytest.raises(InputError, match=f"sampled token {V} at position"):
+            score("sparsify", "triton", parameters(), sampled=token, on_invalid=on_invalid)
 
 
 @pytest.mark.parametrize("how", HOWS)

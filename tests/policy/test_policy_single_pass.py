@@ -580,6 +580,16 @@ def test_the_edges_of_the_budget(needs_weight: bool, dtype: torch.dtype) -> None
     assert plan(products, needs_weight, 1) == Plan("recompute", 0)
 
 
+def test_sums_in_fp32_are_converted_within_the_budget() -> None:
+    """20,000 rows, wide hidden states: beside the fp32 sums, their copy in bf16 is larger than a chunk."""
+    products = head_of(20_000, 1000, 4096, BF16, BF16)
+    sums, g_hidden = 4 * 1000 * 4096, 2 * 20_000 * 4096
+    edge = sums + sums // 2 + g_hidden
+    assert plan(products, True, edge).way == "chunks"
+    assert plan(products, True, edge - 1).way == "recompute"
+    assert plan(head_of(20_000, 1000, 4096, BF16, F32), True, edge - 1).way == "chunks"
+
+
 def test_the_gradient_of_the_weight_counts_where_it_is_needed() -> None:
     products = head_of(64, 5000, 4096, BF16, BF16)
     room = needed(products, False, 64)[0]
@@ -657,7 +667,8 @@ def test_rows_and_columns_fit_into_the_tile_and_cover_the_products(N: int, V: in
 
 
 @pytest.mark.parametrize("weight_dtype", [F32, BF16])
-def test_the_parts_put_together_are_the_products(weight_dtype: torch.dtype) -> None:
+def test_the_parts_put_together_are_the_products(weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("troll.policy.products._VOCABULARY_SLICE", 17)
     hidden, weight, bias = normal(9, 4, seed=70), normal(V, 4, seed=71, dtype=weight_dtype), normal(V, seed=72)
     exact = hidden.double() @ weight.double().T + bias.double()
     products = Products(hidden, weight, bias, tile_bytes=4 * (3 * V + 1))
