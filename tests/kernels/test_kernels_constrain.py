@@ -387,11 +387,13 @@ class Transfers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tail", TAILS)
-def test_one_transfer_from_the_device(tail: str) -> None:
-    pair = policies(tail, 3)
+def test_the_device_is_asked_once(tail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that can be wrong is one doubt; nothing else is brought from the device."""
+    pair, asked = policies(tail, 3), []
+    monkeypatch.setattr("troll.doubts.resolve", lambda doubts: asked.append(len(doubts)))
     with Transfers() as transfers:
         constrain(*pair, torch.full((3,), 0.05), tail=tail, impl="triton", max_lost_mass=1.0)  # type: ignore[arg-type]
-    assert transfers.count == 1
+    assert (asked, transfers.count) == ([1], 0)
 
 
 def test_the_kernel_is_used_and_only_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
