@@ -65,9 +65,8 @@ class Positions:
         self.counted: Tensor | None = None
         """[N] which rows count; None where all do."""
         self.sampled = sampled.reshape(-1).long()
-        if (
-            counted := _both(None if loss_mask is None else loss_mask.bool(), None if skip is None else ~skip)
-        ) is not None:
+        counted = _both(None if loss_mask is None else loss_mask.bool(), None if skip is None else ~skip)
+        if counted is not None:
             self.counted = counted.reshape(-1)
             # Under the mask any id goes, also a padding id of -100.
             self.sampled = torch.where(self.counted, self.sampled, 0)

@@ -25,9 +25,7 @@ from troll.policy.products import Products, add_product, product
 from troll.policy.rows import Logit, MostProbable, Scores, Upstream, gradient, scale_, score, work_dtype
 
 BUDGET = {"cpu": 1 << 29, "other": 1 << 32}
-_FEWEST_ROWS = (
-    512  # in a chunk: with fewer, summing the gradient of the weight takes longer than making the logits anew
-)
+_FEWEST_ROWS = 512  # in a chunk: with fewer, summing the gradient of the weight takes longer than new logits
 
 RowLoss = Callable[[Scores, slice], Tensor]
 """The scores of some rows, of which log-probabilities, tail and entropy carry gradient → the sum of their losses."""
