@@ -541,7 +541,7 @@ def test_a_token_that_does_not_count_is_not_scored_and_gets_no_gradient(
     assert torch.equal(log_probs[:, 2], old[:, 2])
     assert not entropy[:, 2].any()
     assert ((log_probs - old).abs() > 1e-3)[counted].float().mean() > 0.9
-    assert torch.equal(step.counted, counted)
+    assert torch.equal(step.stats[..., -1] > 0, counted)
     log_probs[:, 2].sum().backward()
     assert not any(p.grad.any() for p in run.model.parameters() if p.grad is not None)
 
