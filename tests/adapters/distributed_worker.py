@@ -25,6 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from troll.adapters.trl import TROLLTrainer, scoring
 
+# transformers 5.10 resumes on several CPUs with map_location="cpu:0", which torch does not know
+torch.serialization.register_package(
+    100, lambda _: None, lambda storage, location: storage if location == "cpu:0" else None
+)
+
 ROWS = 12
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 

@@ -160,9 +160,9 @@ def _convert(source: Path, target: Path) -> None:
     where = {"gguf_file": source.name, "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-    _repair(tokenizer, model.config.max_position_embeddings)
     config = model.config
-    del config.quantization_config
+    _repair(tokenizer, config.max_position_embeddings, config.eos_token_id)
+    vars(config).pop("quantization_config", None)  # older versions of transformers do not set it
     config.pad_token_id = tokenizer.pad_token_id
     with torch.device("meta"):
         fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -177,16 +177,17 @@ def _convert(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def _repair(tokenizer: object, length: int) -> None:
-    """What GGUF does not carry over of the tokenizer of SmolLM2.
+def _repair(tokenizer: object, length: int, end: int) -> None:
+    """What GGUF, or transformers in reading it, does not carry over of the tokenizer of SmolLM2.
 
-    It splits numbers into digits. And the separator of documents pads: were the end of a turn the padding too, whoever
-    masks padding would not see that end.
+    It splits numbers into digits. The end of a turn is the end (transformers 5.10 takes the beginning for it). And the
+    separator of documents pads: were the end of a turn the padding too, whoever masks padding would not see that end.
     """
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[attr-defined]
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)  # type: ignore[attr-defined]
     tokenizer.pad_token = "<|endoftext|>"  # type: ignore[attr-defined]
     tokenizer.model_max_length = length  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from troll.errors import InputError
 from troll.policy.sparse import SparsePolicy
 
 _ID_BYTES = 3
+_TENSORS = ("counts", "token_ids", "log_probs", "log_tail")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +85,7 @@ class PackedPolicy:
     @classmethod
     def stack(cls, policies: Sequence[PackedPolicy]) -> PackedPolicy:
         """Policies over [...] as one over [B, ...], padded to the widest support that occurs."""
-        first = policies[0]
-        if any((p.vocab_size, p.temperature) != (first.vocab_size, first.temperature) for p in policies):
-            raise InputError(
-                "policies over different vocabularies or at different temperatures", "one of each", "one rollout"
-            )
+        first = _alike(policies)
         counts = torch.stack([p.counts for p in policies])
         return cls(
             counts=counts,
@@ -100,7 +97,62 @@ class PackedPolicy:
             temperature=first.temperature,
         )
 
+    @classmethod
+    def cat(cls, policies: Sequence[PackedPolicy]) -> PackedPolicy:
+        """Policies over [n_i] as one over [Σ n_i]; ``slots`` is the widest of theirs."""
+        first = _alike(policies)
+        tensors = {name: torch.cat([getattr(p, name) for p in policies]) for name in _TENSORS}
+        return cls(
+            **tensors,
+            slots=max(p.slots for p in policies),
+            vocab_size=first.vocab_size,
+            temperature=first.temperature,
+        )
+
+    def to_bytes(self) -> Tensor:
+        """All tensors of a policy over [n] one after another, [7 nnz + 6 n] uint8; fp32 only."""
+        if self.log_probs.dtype != torch.float32 or self.counts.dim() != 1:
+            raise InputError(
+                f"a policy of {self.log_probs.dtype} over {list(self.counts.shape)} positions",
+                "float32 over [n]",
+                "one sequence at a time: packed.sequences()",
+            )
+        return torch.cat([getattr(self, name).contiguous().view(torch.uint8).flatten() for name in _TENSORS])
+
+    @classmethod
+    def from_bytes(
+        cls, data: Tensor, positions: int, slots: int, vocab_size: int, temperature: float = 1.0
+    ) -> PackedPolicy:
+        """The policy over [``positions``] that ``to_bytes`` made these of."""
+        nnz, rest = divmod(len(data) - 6 * positions, _ID_BYTES + 4)
+        if data.dtype != torch.uint8 or data.dim() != 1 or nnz < 0 or rest:
+            raise InputError(
+                f"{list(data.shape)} of {data.dtype} for {positions} positions",
+                "6 bytes a position and 7 a kept token",
+                "the positions these bytes were made for",
+            )
+        counts, ids, log_probs, log_tail = torch.split(data, [2 * positions, _ID_BYTES * nnz, 4 * nnz, 4 * positions])
+        return cls(
+            counts.clone().view(torch.int16),  # a copy is aligned
+            ids.reshape(nnz, _ID_BYTES),
+            log_probs.clone().view(torch.float32),
+            log_tail.clone().view(torch.float32),
+            slots=slots,
+            vocab_size=vocab_size,
+            temperature=temperature,
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(x.nbytes for x in (self.counts, self.token_ids, self.log_probs, self.log_tail))
+        return sum(getattr(self, name).nbytes for name in _TENSORS)
+
+
+def _alike(policies: Sequence[PackedPolicy]) -> PackedPolicy:
+    """The first of policies that can be brought together."""
+    first = policies[0]
+    if any((p.vocab_size, p.temperature) != (first.vocab_size, first.temperature) for p in policies):
+        raise InputError(
+            "policies over different vocabularies or at different temperatures", "one of each", "one rollout"
+        )
+    return first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 
 from troll.adapters.trl.config import TROLLConfig
@@ -32,22 +31,6 @@ def check_dataset(trainer: Any) -> None:
             f"completions, num_generations={trainer.num_generations} each",
             "more prompts, a smaller per_device_train_batch_size, or fewer updates_per_generation",
         )
-
-
-def check_dropout(model: torch.nn.Module, args: TROLLConfig) -> None:
-    """Refuse a model with dropout: scored twice, it would differ from itself, and the bound would act on noise."""
-    if args.trust_region != "troll":
-        return
-    for name, module in model.named_modules():
-        names = ["p"] if isinstance(module, torch.nn.Dropout) else [key for key in vars(module) if "drop" in key]
-        for key in names:
-            value = getattr(module, key)
-            if isinstance(value, float) and value > 0:
-                raise InputError(
-                    f"a model with dropout ({name}.{key}={value})",
-                    "none: a rollout is scored twice, and KL > 0 before the first update would be noise",
-                    "disable_dropout=True, the default; or 0.0 for it in the configuration of the model or the adapter",
-                )
 
 
 def say_what_acts(args: TROLLConfig) -> None:

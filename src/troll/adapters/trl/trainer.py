@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import GRPOTrainer
 
+from troll.adapters.dropout import check_dropout
 from troll.adapters.trl import rollout, startup
 from troll.adapters.trl.config import TROLLConfig
 from troll.adapters.trl.estimators import check_rewards, estimate
@@ -69,7 +70,11 @@ class TROLLTrainer(GRPOTrainer):
         if args.trust_region != "clip":
             self.epsilon_low = self.epsilon_high = math.inf  # TRL's clip becomes the identity
         startup.check_dataset(self)
-        startup.check_dropout(self.model, args)
+        if args.trust_region == "troll":
+            check_dropout(
+                self.model,
+                "disable_dropout=True, the default; or 0.0 for it in the configuration of the model or the adapter",
+            )
         startup.say_what_acts(args)
 
     # ------------------------------------------------------------------ the four wrapped methods of TRL

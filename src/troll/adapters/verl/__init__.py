@@ -1,0 +1,22 @@
+"""verl with a trust region, without a fork: verl's own ``main_ppo``, trainer, workers and rollouts, unmodified.
+
+Importing this module registers an engine (``engine``, for Megatron ``megatron``) and a policy loss (``objective``) with
+verl. The engine records the sparse old policy when verl scores a rollout (``transport`` says how it travels) and brings
+the policy into the trust region when verl updates it. verl's aggregation, reference KL, entropy bonus, advantages,
+logging and checkpoints are its own.
+
+It is what ``actor_rollout_ref.model.external_lib`` names; ``configs/trust_region/troll.yaml`` sets everything:
+
+    python -m verl.trainer.main_ppo 'hydra.searchpath=[pkg://troll.adapters.verl.configs]' +trust_region=troll …
+"""
+
+try:
+    import verl as _verl  # noqa: F401
+except ImportError as error:
+    raise ImportError("troll.adapters.verl needs verl: pip install 'troll-rl[verl]'") from error
+
+from troll.adapters.verl import beside_trl as _beside_trl  # noqa: F401
+from troll.adapters.verl.config import TrollFSDPEngineConfig, TrollMcoreEngineConfig, TrollPolicyLossConfig
+from troll.adapters.verl.engine import TrollFSDPEngine
+
+__all__ = ["TrollFSDPEngine", "TrollFSDPEngineConfig", "TrollMcoreEngineConfig", "TrollPolicyLossConfig"]

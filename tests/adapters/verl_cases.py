@@ -1,0 +1,92 @@
+"""A rollout and two policies for the tests of the verl adapter: what core and TRL compute from them is the oracle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+B, MAX_SUPPORT, TAIL_MASS = 8, 8, 1e-3  # so few tokens that much is dropped
+OLD, NEW = "old", "new"
+
+
+def save_policies(folder: Path, change: float = 0.02) -> None:
+    """Two checkpoints, ``old`` and ``new``: the second is the first with noise in every weight."""
+    tiny_models.save("dense", folder / OLD)
+    tiny_models.save("dense", folder / NEW)
+    model = AutoModelForCausalLM.from_pretrained(folder / OLD, dtype=torch.float32)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(change * torch.randn_like(weight))
+    model.save_pretrained(folder / NEW)
+
+
+def rollout() -> dict[str, list[Tensor]]:
+    """Sequences of all lengths; in some, tokens in the middle do not count; in the last, none does."""
+    generator = torch.Generator().manual_seed(3)
+
+    def some(n: int, low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (n,), generator=generator)
+
+    prompts = [some(int(n), 10, 250) for n in some(B, 1, 7)]
+    responses = [some(int(n), 10, 250) for n in some(B, 2, 10)]
+    masks = [torch.ones_like(x) for x in responses]
+    masks[1][1] = 0
+    masks[4][:2] = 0
+    masks[-1][:] = 0
+    normal = [torch.randn(len(x), generator=generator) for x in responses]
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "loss_mask": masks,
+        "response_mask": [x.clone() for x in masks],
+        "input_ids": [torch.cat(pair) for pair in zip(prompts, responses, strict=True)],
+        "position_ids": [torch.arange(len(p) + len(r)) for p, r in zip(prompts, responses, strict=True)],
+        "advantages": normal,
+        "rollout_is_weights": [0.5 + torch.rand(len(x), generator=generator) for x in responses],
+        "ref_log_prob": [-6 + torch.randn(len(x), generator=generator) for x in responses],
+    }
+
+
+def padded(rows: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def completion_logits(model: Any, batch: dict[str, list[Tensor]]) -> Tensor:
+    """[B, R, V] logits that predict the completions, each sequence alone: nothing is packed or padded."""
+    rows = []
+    for ids, prompt in zip(batch["input_ids"], batch["prompts"], strict=True):
+        rows.append(model(ids[None]).logits[0, len(prompt) - 1 : -1])
+    return padded(rows)
+
+
+def launch(script: str, folder: Path, processes: int) -> None:
+    """Run a worker of these tests on that many processes, on verl's CPU platform."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"),
+            *(str(here / script), str(folder)),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1] / "examples" / "trl")]),
+            "OMP_NUM_THREADS": "1",
+            "VERL_PLATFORM": "cpu",
+            "VERL_ENGINE_DEVICE": "cuda",
+            "VERL_USE_EXTERNAL_MODULES": "verl_support.cpu",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
