@@ -8,28 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-import trl_cases
 import verl_cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from verl_cases import MAX_SUPPORT, TAIL_MASS, B, padded
+from verl_cases import BACKENDS, MAX_SUPPORT, PROCESSES, TAIL_MASS, B, padded
 
 import troll
-from troll.adapters.trl import rollout as trl_rollout
 from troll.policy import PackedPolicy
 
-TROLL: dict[str, Any] = {"loss": "troll", "without": ["rollout_is_weights", "ref_log_prob"]}
+BOUND = {"kl_bound": 0.01}  # most tokens are projected
+TROLL: dict[str, Any] = {"loss": "troll", "without": ["rollout_is_weights", "ref_log_prob"], "options": BOUND}
 CASES: dict[str, dict[str, Any]] = {
     "packed": TROLL,
     "padded": {**TROLL, "packed": False},
     "dynamic": {**TROLL, "dynamic": True},
     "floor": {**TROLL, "options": {"tail": "floor", "kl_bound": 3.0}},
-    "wide": {**TROLL, "options": {"kl_bound": 0.08, "regression_coef": 0.3}},
-    "sequence": {**TROLL, "options": {"ratio_level": "sequence"}, "loss_agg_mode": "seq-mean-token-mean"},
+    "wide": {**TROLL, "options": {"kl_bound": 0.03, "regression_coef": 0.3}},
+    "sequence": {**TROLL, "options": {**BOUND, "ratio_level": "sequence"}, "loss_agg_mode": "seq-mean-token-mean"},
     "sequence_sum": {**TROLL, "loss_agg_mode": "seq-mean-token-sum"},
     "constant": {**TROLL, "loss_agg_mode": "seq-mean-token-sum-norm"},
-    "weighted": {"loss": "troll", "without": ["ref_log_prob"]},
-    "hot": {**TROLL, "temperature": 1.7, "options": {"kl_bound": 0.02}},
+    "weighted": {"loss": "troll", "without": ["ref_log_prob"], "options": BOUND},
+    "hot": {**TROLL, "temperature": 1.7, "options": {"kl_bound": 0.004}},
     "unbounded": {"loss": "troll", "options": {"kl_bound": float("inf")}, "use_kl_loss": True, "entropy_coeff": 0.01},
     "unclipped": {"loss": "vanilla", "use_kl_loss": True, "entropy_coeff": 0.01},
     "unbounded_padded": {"loss": "troll", "options": {"kl_bound": float("inf")}, "use_kl_loss": True, "packed": False},
@@ -44,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     verl_cases.save_policies(folder)
     (folder / "cases.json").write_text(json.dumps(CASES))
-    for processes in (1, 2):
+    for processes in PROCESSES:
         verl_cases.launch("verl_engine_worker.py", folder, processes)
     return folder
 
 
-def result(folder: Path, name: str, processes: int) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(folder / f"{name}.{processes}.pt", weights_only=False)
+def result(folder: Path, name: str, backend: str, processes: int) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / f"{name}.{backend}.{processes}.pt", weights_only=False)
     return loaded
 
 
@@ -63,7 +62,7 @@ def models(folder: Path) -> tuple[Any, Any]:
 
 def by_core(folder: Path, case: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Loss, gradients and metrics from ``troll.troll_loss`` on the whole rollout at once."""
-    batch, options = verl_cases.rollout(), {"kl_bound": 0.05, **case.get("options", {})}
+    batch, options = verl_cases.rollout(), case["options"]
     old_model, model = models(folder)
     mask, sampled = padded(batch["loss_mask"]).bool(), padded(batch["responses"])
     common = {"temperature": case.get("temperature", 1.0), "loss_mask": mask}
@@ -107,22 +106,24 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("un")])
-def test_loss_and_gradients_are_those_of_the_core(folder: Path, name: str, processes: int) -> None:
+def test_loss_and_gradients_are_those_of_the_core(folder: Path, name: str, backend: str, processes: int) -> None:
     loss, grads, metrics = by_core(folder, CASES[name])
-    through_verl = result(folder, name, processes)
+    through_verl = result(folder, name, backend, processes)
     assert 0 < metrics["projected_fraction"] < 1
     torch.testing.assert_close(through_verl["loss"], loss, rtol=0, atol=AGREE)
     assert_same_gradients(through_verl["grads"], grads)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["packed", "padded", "dynamic", "floor"])
-def test_metrics_are_those_of_the_core(folder: Path, name: str, processes: int) -> None:
+def test_metrics_are_those_of_the_core(folder: Path, name: str, backend: str, processes: int) -> None:
     _, _, metrics = by_core(folder, CASES[name])
-    logged = result(folder, name, processes)["metrics"]
+    logged = result(folder, name, backend, processes)["metrics"]
     sequences = B / (B - 1)  # verl also counts the sequence in which nothing counts
     for ours, factor in (
         *((key, 1.0) for key in ("kl_before/mean", "kl_before/max", "kl_after/mean", "kl_after/max", "regression")),
@@ -136,14 +137,15 @@ def test_metrics_are_those_of_the_core(folder: Path, name: str, processes: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_packed_old_policy_is_that_of_the_core(folder: Path, processes: int) -> None:
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_packed_old_policy_is_that_of_the_core(folder: Path, backend: str, processes: int) -> None:
     """Bit for bit what the core packs, up to the last digits of log-probabilities that were computed in a batch."""
     batch = verl_cases.rollout()
     old_model, _ = models(folder)
     with torch.no_grad():
         logits = verl_cases.completion_logits(old_model, batch)
-    rows = result(folder, "packed", processes)["old"]
+    rows = result(folder, "packed", backend, processes)["old"]
     assert len(rows) == B
     for i, row in enumerate(rows):
         counted = batch["loss_mask"][i].bool()
@@ -157,11 +159,12 @@ def test_the_packed_old_policy_is_that_of_the_core(folder: Path, processes: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", ["", "_padded"])
-def test_without_a_bound_it_is_verls_loss_without_a_clip(folder: Path, form: str, processes: int) -> None:
+def test_without_a_bound_it_is_verls_loss_without_a_clip(folder: Path, form: str, backend: str, processes: int) -> None:
     """With importance weights, the reference KL and the entropy bonus, which stay verl's."""
-    ours, theirs = (result(folder, name + form, processes) for name in ("unbounded", "unclipped"))
+    ours, theirs = (result(folder, name + form, backend, processes) for name in ("unbounded", "unclipped"))
     torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=0, atol=AGREE)
     assert_same_gradients(ours["grads"], theirs["grads"])
     for name in ("actor/pg_loss", "actor/ppo_kl", "kl_loss"):
@@ -172,6 +175,10 @@ def test_without_a_bound_it_is_verls_loss_without_a_clip(folder: Path, form: str
 
 @pytest.mark.slow
 def test_trl_agrees_too(folder: Path, tmp_path: Path) -> None:
+    import trl_cases
+
+    from troll.adapters.trl import rollout as trl_rollout
+
     batch = verl_cases.rollout()
     old_model, model = models(folder)
     mask, sampled = padded(batch["loss_mask"]), padded(batch["responses"])
@@ -179,7 +186,7 @@ def test_trl_agrees_too(folder: Path, tmp_path: Path) -> None:
         logits = verl_cases.completion_logits(old_model, batch)
     old = troll.sparsify(logits, sampled, MAX_SUPPORT, TAIL_MASS)
     trainer = trl_cases.trainer(
-        tmp_path, model=model, max_support=MAX_SUPPORT, tail_mass=TAIL_MASS, loss_type="bnpo", kl_bound=0.05
+        tmp_path, model=model, max_support=MAX_SUPPORT, tail_mass=TAIL_MASS, loss_type="bnpo", **BOUND
     )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -197,6 +204,6 @@ def test_trl_agrees_too(folder: Path, tmp_path: Path) -> None:
     }
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
-    through_verl = result(folder, "packed", 2)
+    through_verl = result(folder, "packed", "fsdp2", PROCESSES[-1])
     torch.testing.assert_close(through_verl["loss"], loss.detach(), rtol=0, atol=AGREE)
     assert_same_gradients(through_verl["grads"], {name: p.grad for name, p in trainer.model.named_parameters()})

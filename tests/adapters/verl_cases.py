@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM
 
 B, MAX_SUPPORT, TAIL_MASS = 8, 8, 1e-3  # so few tokens that much is dropped
 OLD, NEW = "old", "new"
+CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "verl_support.cpu"}
+PROCESSES = [1] if torch.cuda.is_available() else [1, 2]
+BACKENDS = ["fsdp2", "fsdp"] if torch.cuda.is_available() else ["fsdp2"]  # verl's FSDP1 does not run on a CPU
 
 
 def save_policies(folder: Path, change: float = 0.02) -> None:
@@ -69,7 +72,7 @@ def completion_logits(model: Any, batch: dict[str, list[Tensor]]) -> Tensor:
 
 
 def launch(script: str, folder: Path, processes: int) -> None:
-    """Run a worker of these tests on that many processes, on verl's CPU platform."""
+    """Run a worker of these tests on that many processes; without a GPU, on the tests' CPU platform."""
     here = Path(__file__).parent
     done = subprocess.run(
         [
@@ -78,11 +81,11 @@ def launch(script: str, folder: Path, processes: int) -> None:
         ],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1] / "examples" / "trl")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(here), str(here.parents[1] / "examples" / "trl"), os.environ.get("PYTHONPATH", "")]
+            ),
             "OMP_NUM_THREADS": "1",
-            "VERL_PLATFORM": "cpu",
-            "VERL_ENGINE_DEVICE": "cuda",
-            "VERL_USE_EXTERNAL_MODULES": "verl_support.cpu",
+            **({} if torch.cuda.is_available() else CPU),
         },
         capture_output=True,
         text=True,
@@ -90,3 +93,11 @@ def launch(script: str, folder: Path, processes: int) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
+
+
+def join() -> None:
+    """What every process of a worker begins with."""
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")

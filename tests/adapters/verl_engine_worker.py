@@ -1,7 +1,8 @@
 """Scores and updates with verl's engine on every process of a launch: ``torchrun verl_engine_worker.py FOLDER``.
 
 For every case in ``FOLDER/cases.json`` the engine scores the rollout with the old policy, updates with the new one, and
-writes what came of it: ``FOLDER/<name>.pt``. Whatever the number of processes, an update is made on the same sequences.
+writes what came of it: ``FOLDER/<name>.<backend>.<processes>.pt``. Whatever the number of processes, an update is made
+on the same sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from troll.adapters.verl import TrollFSDPEngineConfig, TrollPolicyLossConfig
 from troll.adapters.verl.transport import OLD_POLICY
 
 
-def engine(folder: Path, case: dict[str, Any], model_type: str) -> Any:
+def engine(folder: Path, case: dict[str, Any], model_type: str, backend: str = "fsdp2") -> Any:
     model = HFModelConfig(
         path=str(folder),
         external_lib="troll.adapters.verl",
@@ -40,9 +41,10 @@ def engine(folder: Path, case: dict[str, Any], model_type: str) -> Any:
     )
     model.model_type = model_type
     config = TrollFSDPEngineConfig(
-        strategy="fsdp2",
+        strategy=backend,
         mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         use_torch_compile=False,
+        use_orig_params=True,
         max_support=verl_cases.MAX_SUPPORT,
         tail_mass=verl_cases.TAIL_MASS,
         forward_only=case.get("forward_only", False),
@@ -50,7 +52,7 @@ def engine(folder: Path, case: dict[str, Any], model_type: str) -> Any:
     )
     made = EngineRegistry.new(
         model_type=model_type,
-        backend="fsdp2",
+        backend=backend,
         model_config=model,
         engine_config=config,
         optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=10, weight_decay=0.0),
@@ -110,12 +112,13 @@ def score(scorer: Any, case: dict[str, Any]) -> dict[str, Tensor]:
     return output
 
 
-def run(folder: Path, case: dict[str, Any], engines: dict[Any, Any]) -> dict[str, Any]:
+def run(folder: Path, case: dict[str, Any], backend: str, engines: dict[Any, Any]) -> dict[str, Any]:
     """Score with the old policy, update with the new one."""
-    key = (case.get("packed", True), case["loss"] == "troll")
+    key = (backend, case.get("packed", True), case["loss"] == "troll")
     model_type = "troll_lm" if case["loss"] == "troll" else "language_model"
     if key not in engines:
-        engines[key] = [engine(folder / which, case, model_type) for which in (verl_cases.OLD, verl_cases.NEW)]
+        both = (verl_cases.OLD, verl_cases.NEW)
+        engines[key] = [engine(folder / which, case, model_type, backend) for which in both]
     scorer, learner = engines[key]
     scored = score(scorer, case)
     data = batch(case)
@@ -123,13 +126,14 @@ def run(folder: Path, case: dict[str, Any], engines: dict[Any, Any]) -> dict[str
         row[len(prompt) - 1 : -1]
         for row, prompt in zip(scored["log_probs"].unbind(), data["prompts"].unbind(), strict=True)
     ]
-    data["old_log_probs"] = torch.nested.as_nested_tensor(responses, layout=torch.jagged)
+    data["old_log_probs"] = torch.nested.as_nested_tensor(responses, layout=torch.jagged).cpu()
     if OLD_POLICY in scored:
-        data[OLD_POLICY] = scored[OLD_POLICY]
+        data[OLD_POLICY] = scored[OLD_POLICY].cpu()
     with learner.train_mode():
         learner.optimizer_zero_grad()
         output = learner.forward_backward_batch(data, partial(ppo_loss, config=actor_config(case)))
-        grads = {name: _whole(p.grad) for name, p in learner.module.named_parameters() if p.grad is not None}
+        parameters = learner.module.named_parameters()
+        grads = {_plain(name): _whole(p.grad).view(p.shape) for name, p in parameters if p.grad is not None}
     loss = torch.tensor(sum(output["loss"]))
     dist.all_reduce(loss)
     everyones: list[Any] = [None] * dist.get_world_size()
@@ -140,7 +144,7 @@ def run(folder: Path, case: dict[str, Any], engines: dict[Any, Any]) -> dict[str
         if isinstance(value, Metric)
     }
     packed: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(packed, [row.clone() for row in scored[OLD_POLICY].unbind()] if OLD_POLICY in scored else [])
+    dist.all_gather_object(packed, [row.cpu() for row in scored[OLD_POLICY].unbind()] if OLD_POLICY in scored else [])
     return {
         "loss": loss / dist.get_world_size(),
         "grads": grads,
@@ -150,18 +154,22 @@ def run(folder: Path, case: dict[str, Any], engines: dict[Any, Any]) -> dict[str
 
 
 def _whole(grad: Tensor) -> Tensor:
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().cpu().clone()
+
+
+def _plain(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def main(folder: Path) -> None:
     """All cases, on engines that are made once."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    verl_cases.join()
     engines: dict[Any, Any] = {}
     for name, case in json.loads((folder / "cases.json").read_text()).items():
-        result = run(folder, case, engines)
-        if dist.get_rank() == 0:
-            torch.save(result, folder / f"{name}.{dist.get_world_size()}.pt")
+        for backend in verl_cases.BACKENDS:
+            result = run(folder, case, backend, engines)
+            if dist.get_rank() == 0:
+                torch.save(result, folder / f"{name}.{backend}.{dist.get_world_size()}.pt")
     dist.destroy_process_group()
 
 

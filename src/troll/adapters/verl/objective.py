@@ -141,7 +141,7 @@ class Update:
         return {name: x.unsqueeze(0) for name, x in output.items()}
 
     def _loss(self, model_output: dict[str, Tensor], data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
-        completions = _Completions(*(no_padding_2_padding(model_output[name], data) for name in (_RATIO, _REGRESSION)))
+        completions = _Completions(*_of_completions(model_output, [_RATIO, _REGRESSION], data))
         with _progress(completions):
             loss, metrics = self._loss_function(model_output=model_output, data=data, dp_group=dp_group)
         resolve(self._doubts)
@@ -175,6 +175,13 @@ def options_of(loss_function: Any) -> TrollPolicyLossConfig:
     return options
 
 
+def _of_completions(model_output: dict[str, Tensor], names: list[str], data: Any) -> tuple[Tensor, ...]:
+    """Numbers of all positions → of the tokens of the completions, each [B, R]; verl's function waits for the device
+    and goes through the sequences, so it is called once."""
+    columns = torch.stack([model_output[name].values() for name in names], dim=-1)
+    return torch.unbind(no_padding_2_padding(columns, data), dim=-1)
+
+
 @torch.no_grad()
 def _metrics(model_output: dict[str, Tensor], data: Any) -> dict[str, Metric]:
     """Exact means over the tokens of the mini-batch on all processes, and extremes.
@@ -182,7 +189,8 @@ def _metrics(model_output: dict[str, Tensor], data: Any) -> dict[str, Metric]:
     verl adds up the values of micro-batches and averages over processes: each gives Σ x · processes / tokens of all.
     """
     names = [name for name in model_output if name.startswith(_STAT)]
-    stats = {name.removeprefix(_STAT): no_padding_2_padding(model_output[name], data) for name in names}
+    columns = _of_completions(model_output, names, data)
+    stats = {name.removeprefix(_STAT): x for name, x in zip(names, columns, strict=True)}
     counted = data["response_mask"].to_padded_tensor(padding=0).bool()
     share = data["dp_size"] / max(data["batch_num_tokens"], 1)
     means = {name: torch.where(counted, x, 0.0).sum() * share for name, x in stats.items() if name != "solver_steps"}
