@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,3 +118,54 @@ def test_a_damaged_pack_is_refused() -> None:
     packed.token_ids[1] = packed.token_ids[0]
     with refuses("position [0]", "at most once"):
         packed.unpack()
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([0.0, 0.5, 1.0]))
+def test_bytes_of_sequences_give_the_policy_back(seed: int, lengths: list[int], masked: float) -> None:
+    """Each sequence to bytes and back, then one after another; also where a sequence or a position is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    mask = torch.rand(n, generator=generator) >= masked
+    policy = sparsify(
+        normal(n, 30, seed=seed, scale=4.0), ids(n, below=30, seed=seed), 8, 1e-2, temperature=0.7, loss_mask=mask
+    )
+    ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    rows = [policy[slice(a, b)].pack().to_bytes() for a, b in pairwise(ends)]
+    for row, length, (a, b) in zip(rows, lengths, pairwise(ends), strict=True):
+        assert len(row) == 6 * length + 7 * int(policy[slice(a, b)].support_size.sum())
+    parts = [PackedPolicy.from_bytes(row, m, 8, 30, 0.7) for row, m in zip(rows, lengths, strict=True)]
+    assert same_policy(PackedPolicy.cat(parts).unpack(), policy)
+
+
+def test_bytes_may_lie_anywhere() -> None:
+    """In one tensor with others, at an odd address."""
+    policy = sparsify(normal(5, 30, seed=1, scale=4.0), ids(5, below=30, seed=1), 8, 1e-2)
+    row = torch.cat([torch.zeros(1, dtype=torch.uint8), policy.pack().to_bytes()])[1:]
+    assert same_policy(PackedPolicy.from_bytes(row, 5, 8, 30).unpack(), policy)
+
+
+def test_bytes_that_cannot_be_are_refused() -> None:
+    policy = sparsify(normal(5, 30, seed=1), ids(5, below=30, seed=1), 8)
+    row = policy.pack().to_bytes()
+    for data, positions in ((row[:-1], 5), (row, 4), (row[:20], 5), (row.int(), 5)):
+        with refuses(f"{list(data.shape)} of {data.dtype}", "6 bytes a position and 7 a kept token"):
+            PackedPolicy.from_bytes(data, positions, 8, 30)
+    with refuses("[2, 5]", hint="one sequence at a time"):
+        sparsify(normal(2, 5, 30, seed=1), ids(2, 5, below=30, seed=1), 8).pack().to_bytes()
+    with refuses("float64"):
+        sparsify(normal(5, 30, seed=1, dtype=F64), ids(5, below=30, seed=1), 8).pack().to_bytes()
+
+
+def test_policies_of_different_models_are_not_brought_together() -> None:
+    one, other = (sparsify(normal(2, V, seed=1), ids(2, below=9, seed=1), 4).pack() for V in (10, 11))
+    with refuses("different vocabularies"):
+        PackedPolicy.cat([one, other])
+
+
+def test_the_widest_policy_sets_the_slots() -> None:
+    narrow, wide = (sparsify(normal(2, 20, seed=1), ids(2, below=20, seed=1), K, 0.0) for K in (3, 7))
+    both = PackedPolicy.cat([narrow.pack(), wide.pack()]).unpack()
+    assert torch.equal(both.token_ids[:2, :3], narrow.token_ids)
+    assert torch.equal(both.token_ids[2:], wide.token_ids)
+    assert (both.token_ids[:2, 3:] == -1).all()
