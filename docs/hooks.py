@@ -24,8 +24,10 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/kernels/README.md": "speed.md",
     "benchmarks/trl/README.md": "cost.md",
+    "benchmarks/verl/README.md": "cost-verl.md",
     "examples/tasks/README.md": "tasks.md",
     "examples/trl/README.md": "examples-trl.md",
+    "examples/verl/README.md": "examples-verl.md",
     "src/troll/projection/README.md": "derivation.md",
 }
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)

@@ -2,6 +2,10 @@
 
     python benchmarks/verl/engine.py --out engine.json                      a model of Qwen2.5-1.5B's shape, on a GPU
     python benchmarks/verl/engine.py --model PATH --sequences 8 --out …     another model
+    python benchmarks/verl/engine.py --table engine.json
+
+Runs are added to what is in the file. ``--learning_rate`` is that of one update between scoring and measuring: with
+1e-6 no token leaves the trust region, with 1e-4 nearly all do.
 
 Both engines are verl's FSDP engine on one process, with the same weights, batch, precision (bf16) and micro-batches.
 They take turns. First it is checked that the two agree where they must: without a bound, the loss and the norm of its
@@ -66,7 +70,7 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool
     return -torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
-def engine(path: Path, model_type: str, strategy: str) -> Any:
+def engine(path: Path, model_type: str, strategy: str, learning_rate: float) -> Any:
     """One of verl's, with the trust region (``troll_lm``) or without."""
     model = HFModelConfig(
         path=str(path),
@@ -80,7 +84,7 @@ def engine(path: Path, model_type: str, strategy: str) -> Any:
         backend=strategy,
         model_config=model,
         engine_config=TrollFSDPEngineConfig(strategy=strategy, model_dtype="bf16", use_torch_compile=False),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-4, total_training_steps=1000),
+        optimizer_config=FSDPOptimizerConfig(lr=learning_rate, total_training_steps=1000),
         checkpoint_config=CheckpointConfig(),
     )
     made.initialize()
@@ -146,8 +150,8 @@ def config(kind: str, **options: Any) -> Any:
 class Arm:
     """One of verl's engines, what it scored, and what it took."""
 
-    def __init__(self, path: Path, model_type: str, strategy: str, data: TensorDict) -> None:
-        self.engine, self.data = engine(path, model_type, strategy), data
+    def __init__(self, path: Path, model_type: str, strategy: str, learning_rate: float, data: TensorDict) -> None:
+        self.engine, self.data = engine(path, model_type, strategy, learning_rate), data
         self.seconds: dict[str, list[float]] = {"scoring": [], "update": []}
         self.peak: dict[str, int] = {"scoring": 0, "update": 0}
 
@@ -190,7 +194,7 @@ def measure(path: Path, strategy: str, args: argparse.Namespace) -> dict[str, An
     """Both arms in turns."""
     vocab = json.loads((path / "config.json").read_text())["vocab_size"]
     data = batch(args.sequences, args.prompt, args.response, args.micro, vocab)
-    clip, troll = (Arm(path, kind, strategy, data) for kind in ("language_model", "troll_lm"))
+    clip, troll = (Arm(path, kind, strategy, args.learning_rate, data) for kind in ("language_model", "troll_lm"))
     scored, recorded = clip.score(), troll.score()
     unclipped = clip.update(scored, config("unclipped"))
     unbounded = troll.update(recorded, config("troll", kl_bound=float("inf")))
@@ -209,6 +213,8 @@ def measure(path: Path, strategy: str, args: argparse.Namespace) -> dict[str, An
     field = recorded[OLD_POLICY].values()
     report = {
         "strategy": strategy,
+        "sequences": f"{args.sequences} of {args.prompt} + {args.response}, {args.micro} per micro-batch",
+        "learning rate": args.learning_rate,
         "tokens": tokens,
         "checked": {"unclipped": unclipped[:2], "unbounded": unbounded[:2]},
         "bytes per token": len(field) / tokens,
@@ -226,6 +232,23 @@ def measure(path: Path, strategy: str, args: argparse.Namespace) -> dict[str, An
     return report
 
 
+def table(measured: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [
+        "| engine | sequences | projected | scoring | more per token | update | more per token | peak of the update |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in measured["runs"]:
+        scoring, update = run["scoring"], run["update"]
+        lines.append(
+            f"| {run['strategy']} | {run['sequences']} | {run['projected_fraction']:.0%} | {scoring['ratio']:.3f} | "
+            f"{scoring['microseconds more per token']:.2f} µs | {update['ratio']:.3f} | "
+            f"{update['microseconds more per token']:.2f} µs | {update['peak MiB']['troll']:,} MiB, "
+            f"clip {update['peak MiB']['clip']:,} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,8 +259,13 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=4, help="sequences per micro-batch")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--strategies", nargs="+", default=["fsdp2", "fsdp"])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--learning_rate", type=float, default=1e-6)
+    parser.add_argument("--out", type=Path, default=Path("engine.json"))
+    parser.add_argument("--table", type=Path)
     args = parser.parse_args()
+    if args.table is not None:
+        print(table(json.loads(args.table.read_text())))
+        return
     if not is_flash_attn_2_available():
         transformer_impl.logprobs_from_logits = log_probs
     torch.cuda.set_device(0)
@@ -245,7 +273,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             make(Path(folder))
-        reports = []
+        reports = json.loads(args.out.read_text())["runs"] if args.out.exists() else []
         for strategy in args.strategies:
             reports.append(measure(args.model or Path(folder), strategy, args))
             torch.cuda.empty_cache()
@@ -258,7 +286,6 @@ def main() -> None:
                 if is_flash_attn_2_available()
                 else "torch's cross-entropy",
                 "model": "Qwen2.5-1.5B's shape, random weights" if args.model is None else args.model.name,
-                "sequences": f"{args.sequences} of {args.prompt} + {args.response}, {args.micro} per micro-batch",
             }
             args.out.write_text(json.dumps({**facts, "runs": reports}, indent=1) + "\n")
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from troll.policy import SparsePolicy
 
 HERE = Path(__file__).parent
 VOCABULARY = 151_936
-DENSE = 64 * 12 + 4  # 64 ids (int64) and log-probabilities (fp32), and the tail
+SPEED = 4e14  # floating-point operations per second and GPU, assumed
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def table(measured: dict[str, Any], engine: dict[str, Any]) -> str:
     scoring = max(run["scoring"]["microseconds more per token"] for run in engine["runs"])
     update = max(0.0, *(run["update"]["microseconds more per token"] for run in engine["runs"]))
     lines = [
-        "| run | tokens of a step | kept | stored | travels per GPU and step | computed more per GPU and step |",
-        "|---|---|---|---|---|---|",
+        "| run | tokens of a step | kept | stored | travels per GPU | computed more per GPU | the model itself |",
+        "|---|---|---|---|---|---|---|",
     ]
     for run in RUNS:
         tokens = run.sequences * run.tokens
@@ -107,9 +107,10 @@ def table(measured: dict[str, Any], engine: dict[str, Any]) -> str:
                 tokens * each / run.gpus + own * each * run.passes
             )  # written once, read by every process of a copy
             seconds = own * (scoring + update) / 1e6
+            model = 8e9 * run.active * tokens / run.gpus / SPEED  # 2 to score, 2 forward and 4 backward per weight
             lines.append(
                 f"| {run.name} | {tokens / 1e6:.0f} M | {kept} | {tokens * each / 1e9:.1f} GB | "
-                f"{travels / 1e6:.0f} MB | {seconds:.1f} s |"
+                f"{travels / 1e6:.0f} MB | {seconds:.1f} s | {model:.0f} s |"
             )
     return "\n".join(lines)
 
