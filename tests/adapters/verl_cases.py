@@ -39,8 +39,12 @@ def rollout() -> dict[str, list[Tensor]]:
     def some(n: int, low: int, high: int) -> Tensor:
         return torch.randint(low, high, (n,), generator=generator)
 
-    prompts = [some(int(n), 10, 250) for n in some(B, 1, 7)]
+    lengths = some(B, 2, 7)
+    lengths[0] = 1  # so the very first position counts
+    prompts = [some(int(n), 10, 250) for n in lengths]
     responses = [some(int(n), 10, 250) for n in some(B, 2, 10)]
+    if sum(map(len, prompts + responses)) % 2 == 0:
+        prompts[1] = prompts[1][1:]  # an odd number of tokens: two processes cannot share them without padding
     masks = [torch.ones_like(x) for x in responses]
     masks[1][1] = 0
     masks[4][:2] = 0

@@ -18,7 +18,7 @@ from troll.runs import Run, check_run_name, free_run_name
 from troll.runs.folder import CONFIG
 from troll.runs.names import run_name_of
 from troll.runs.summary import sentences
-from troll.training.settings import DEFAULT_MODEL, RunSettings, defaults
+from troll.training.settings import DEFAULT_MODEL, ONLY_VERL, RunSettings, defaults
 
 DESCRIPTION = """\
 Fine-tune a language model on a task with verifiable rewards, with a trust region in place of PPO's clip.
@@ -32,9 +32,9 @@ Fine-tune a language model on a task with verifiable rewards, with a trust regio
   troll train --dry_run                                    the settings, memory and time, and nothing else
   troll train --resume arithmetic-troll                    go on with a run that was interrupted
   accelerate launch -m troll train …                       on several GPUs
+  troll train --engine verl --nodes 8 --gpus_per_node 8    on a Ray cluster, with verl
 
-A run is a folder below --runs_dir: metrics.jsonl, config.yaml, the model, report.html. Ctrl-C ends it with a
-checkpoint.
+A run is a folder below --runs_dir: metrics.jsonl, config.yaml, the model, report.html. Ctrl-C saves and ends it.
 Rollouts are used for several updates; with one, no trust region has anything to do.
 """
 
@@ -51,11 +51,17 @@ def run(argv: Sequence[str]) -> int:
     if settings.resume is not None:
         folder, flags = _resumed(flags, settings)
         settings = flags.run()
+    _check_engine(flags, settings)
     quiet()
+    command = f"troll train {shlex.join(argv)}".strip()
+    if settings.engine == "verl":
+        from troll.cli import verl
+
+        return verl.run(flags, settings, folder, command)
     from troll.training.progress import say
     from troll.training.run import execute
 
-    plan = plan_of(flags, settings, folder, f"troll train {shlex.join(argv)}".strip())
+    plan = plan_of(flags, settings, folder, command)
     main = plan.args.process_index == 0
     if settings.dry_run:
         if main:
@@ -67,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         say(console, f"{plan.model} → {plan.folder}")
     finished = execute(plan, console)
     if main:
-        for line in _conclusion(finished, settings):
+        for line in conclusion(finished, settings):
             say(console, line)
     return 0
 
@@ -79,7 +85,22 @@ def check(argv: Sequence[str]) -> None:
         return
     settings = flags.run()
     options_of(settings.task_options)
-    flags.configs(defaults(settings.model, {}, has_gpu()), "unused")
+    _check_engine(flags, settings)
+    args, model = flags.configs(defaults(settings.model, {}, has_gpu(), settings.engine), "unused")
+    if settings.engine == "verl":
+        from troll.cli import verl
+
+        verl.check(flags, settings, args, model)
+
+
+def _check_engine(flags: Flags, settings: RunSettings) -> None:
+    """Raise for flags that the engine does not have."""
+    for name in ONLY_VERL if settings.engine == "trl" else ():
+        if name in flags.said:
+            hints = {"nodes": "accelerate launch --num_machines", "gpus_per_node": "accelerate launch --num_processes"}
+            raise InputError(
+                f"--{name} with --engine trl", "--engine verl, which has it", hints.get(name, "leaving it out")
+            )
 
 
 def has_gpu() -> bool:
@@ -129,10 +150,16 @@ def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags]:
     status = Run.open(folder).about["status"]
     if status == "finished":
         raise InputError(f"the run {folder} to go on with, which is finished", "a run that is not", "a new run")
-    from troll.training.run import checkpoint_of
+    started = Flags(["--config", str(folder / CONFIG)])
+    if started.run().engine == "verl":
+        from troll.training.verl.launch import checkpoint_of as saved
 
-    checkpoint_of(folder)
-    return folder, Flags(["--config", str(folder / CONFIG)])
+        saved(folder)
+    else:
+        from troll.training.run import checkpoint_of
+
+        checkpoint_of(folder)
+    return folder, started
 
 
 def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: str) -> Any:
@@ -154,7 +181,8 @@ def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: s
         held_out_size=settings.held_out_size,
         seed=seed,
     )
-    args, model_config = flags.configs(defaults(settings.model, dict(task.settings), has_gpu()), settings.runs_dir)
+    usual = defaults(settings.model, dict(task.settings), has_gpu(), settings.engine)
+    args, model_config = flags.configs(usual, settings.runs_dir)
     resumes = folder is not None
     if folder is None:
         name = flags.value("run_name", None)
@@ -236,7 +264,7 @@ def _prompt_tokens(prompts: Sequence[Any], tokenizer: Any) -> float:
     return sum(map(tokens, prompts)) / len(prompts)
 
 
-def _conclusion(run: Run, settings: RunSettings) -> Iterator[str]:
+def conclusion(run: Run, settings: RunSettings) -> Iterator[str]:
     """What came of it, and what to do next."""
     if run.about["status"] == "interrupted":
         yield f"Interrupted, with a checkpoint. Go on with: troll train --resume {shlex.quote(str(run.path))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -57,9 +57,17 @@ class RunSettings:
             "whatever you can."
         },
     )
-    save_model: bool = field(default=True, metadata={"help": "Keep the trained model in the folder of the run."})
+    engine: Literal["trl", "verl"] = field(default="trl", metadata={"help": "TRL, or verl on many machines."})
+    nodes: int = field(default=1, metadata={"help": "With verl: machines of the Ray cluster."})
+    gpus_per_node: int | None = field(default=None, metadata={"help": "With verl: of each; if not said, as here."})
+    rollout: Literal["vllm", "sglang"] = field(default="vllm", metadata={"help": "With verl: what generates."})
+    verl_overrides: list[str] = field(default_factory=list, metadata={"help": "With verl: its own keys, key=value."})
+    save_model: bool = field(default=True, metadata={"help": "Keep the trained model with the run."})
     write_report: bool = field(default=True, metadata={"help": "Write report.html at the end."})
 
+
+ONLY_VERL = ("nodes", "gpus_per_node", "rollout", "verl_overrides")
+"""Flags that TRL does not have."""
 
 GENERAL: dict[str, Any] = {
     "learning_rate": 1e-6,
@@ -96,7 +104,10 @@ SMALL: dict[str, Any] = {
 the regression term at 1, the default, outweighs what is learnt (``experiments/regression``)."""
 
 
-def defaults(model: str, task_settings: dict[str, Any], has_gpu: bool) -> dict[str, Any]:
+def defaults(model: str, task_settings: dict[str, Any], has_gpu: bool, engine: str = "trl") -> dict[str, Any]:
     """The settings of a run that was told nothing else."""
     settings = GENERAL | (SMALL if model == DEFAULT_MODEL else {}) | task_settings
+    if engine == "verl":
+        settings.pop("warmup_steps", None)  # verl's goes by rollouts, and the first would be at rate 0
+        return settings if has_gpu else settings | {"use_cpu": True}  # the GPUs may be those of a cluster
     return settings if has_gpu else settings | {"use_cpu": True, "bf16": False}

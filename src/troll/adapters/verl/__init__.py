@@ -11,12 +11,15 @@ It is what ``actor_rollout_ref.model.external_lib`` names; ``configs/trust_regio
 """
 
 try:
-    import verl as _verl  # noqa: F401
+    from verl.workers import engine as _engines
 except ImportError as error:
     raise ImportError("troll.adapters.verl needs verl: pip install 'troll-rl[verl]'") from error
 
 from troll.adapters.verl import beside_trl as _beside_trl  # noqa: F401
 from troll.adapters.verl.config import TrollFSDPEngineConfig, TrollMcoreEngineConfig, TrollPolicyLossConfig
 from troll.adapters.verl.engine import TrollFSDPEngine
+
+if _engines.MegatronEngine is not None:  # where verl found Megatron
+    from troll.adapters.verl import megatron as _megatron  # noqa: F401
 
 __all__ = ["TrollFSDPEngine", "TrollFSDPEngineConfig", "TrollMcoreEngineConfig", "TrollPolicyLossConfig"]

@@ -1,0 +1,54 @@
+"""Any task of ``troll train`` as verl reads it: train.parquet, held_out.parquet, and task.json for the reward.
+
+python prepare_data.py mbpp data/code
+python prepare_data.py code data/code --data problems.jsonl
+python prepare_data.py gym:gcd data/gcd --options shots=1 --train_size 4000
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from troll.cli.train import options_of
+from troll.tasks import load_task
+from troll.training.settings import RunSettings
+from troll.training.verl.data import request_of, write_task
+
+
+def main() -> None:
+    """Write the files and say how to name them to verl."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", help="gsm8k, math, mbpp, humaneval, code, gym:NAME, data, or a Python file")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--data", help="the problems, where the task takes any")
+    parser.add_argument("--eval_data", help="the same, of the held-out ones")
+    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="of the task")
+    parser.add_argument(
+        "--reward", nargs="*", default=[], metavar="FILE.py:FUNCTION", help="in place of the task's own"
+    )
+    parser.add_argument("--train_size", type=int)
+    parser.add_argument("--held_out_size", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    settings = RunSettings(
+        task=given.task,
+        data=given.data,
+        eval_data=given.eval_data,
+        reward=given.reward,
+        train_size=given.train_size,
+        held_out_size=given.held_out_size,
+    )
+    request = request_of(settings, options_of(given.options), given.seed, None)
+    task = load_task(**request["task"])
+    if isinstance(task.train[0]["prompt"], str):
+        parser.error(f"{given.task} has prompts of plain text, which verl renders as chats: troll train --engine verl")
+    write_task(task, request, given.folder)
+    print(f"{task.description}: {len(task.train)} problems, {len(task.held_out)} held out, in {given.folder}")
+    print("reward.custom_reward_function.path=pkg://troll.training.verl.reward")
+    print("reward.custom_reward_function.name=score")
+    print(f"+reward.custom_reward_function.reward_kwargs.task={(given.folder / 'task.json').absolute()}")
+
+
+if __name__ == "__main__":
+    main()
