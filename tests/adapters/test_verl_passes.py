@@ -60,6 +60,12 @@ def test_only_the_policy_itself_is_recorded(passes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_what_leaves_the_worker_has_no_dimension_of_the_support(passes: dict[str, Any]) -> None:
+    """Jagged [B, …] only, so nothing of [T, K] is stored or moved."""
+    assert passes["forms"] == {"log_probs": [2, "torch.float32"], "troll_old_policy": [2, "torch.uint8"]}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_wrong_setup_does_not_train(passes: dict[str, Any], what: str) -> None:
     assert REFUSED[what] in passes["refused"][what]

@@ -45,7 +45,8 @@ def passes(folder: Path) -> dict[str, Any]:
     reference = engine(folder / verl_cases.OLD, {**case, "forward_only": True}, "troll_lm")
     adapted = engine(folder / verl_cases.OLD, {**case, "lora_rank": 2}, "troll_lm")
     plain = engine(folder / verl_cases.OLD, case, "language_model")
-    records = {"actor": OLD_POLICY in score(actor, case), "reference": OLD_POLICY in score(reference, case)}
+    scored = score(actor, case)
+    records = {"actor": OLD_POLICY in scored, "reference": OLD_POLICY in score(reference, case)}
     records["adapted"] = OLD_POLICY in score(adapted, case)
     with adapted.eval_mode(), adapted.disable_adapter():
         records["adapter disabled"] = OLD_POLICY in adapted.infer_batch(batch(case))["model_output"]
@@ -60,7 +61,7 @@ def passes(folder: Path) -> dict[str, Any]:
             which.forward_backward_batch(data, loss)
 
     troll, vanilla = (partial(ppo_loss, config=actor_config({"loss": loss})) for loss in ("troll", "vanilla"))
-    recorded = score(actor, case)[OLD_POLICY]
+    recorded = scored[OLD_POLICY]
     other_order = torch.nested.as_nested_tensor(list(recorded.unbind())[::-1], layout=torch.jagged)
     other_format = torch.nested.as_nested_tensor([row + 1 for row in recorded.unbind()], layout=torch.jagged)
     wrong_tokens = torch.nested.as_nested_tensor([row.clone() for row in recorded.unbind()], layout=torch.jagged)
@@ -94,7 +95,8 @@ def passes(folder: Path) -> dict[str, Any]:
     refused["padding"] = message(lambda: build("fsdp2", pad_to_length=True))
     for backend in ("veomni", "torchtitan", "automodel", "fsdp_turbo"):
         refused[backend] = message(lambda backend=backend: build(backend))
-    return {"records": records, "refused": refused}
+    forms = {name: [x.dim(), str(x.dtype)] for name, x in scored.items()}
+    return {"records": records, "refused": refused, "forms": forms}
 
 
 def shared(folder: Path) -> dict[str, Any]:

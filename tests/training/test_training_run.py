@@ -76,7 +76,7 @@ def test_the_seconds_of_a_run_that_was_killed(tmp_path: Path) -> None:
 
 def test_a_folder_that_appears_in_the_meantime(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="which another one has just begun"):
-        run._begin(plan(begun(tmp_path / "a")))
+        run.begin(plan(begun(tmp_path / "a")))
 
 
 @pytest.mark.parametrize(("own", "expected"), [(2, [2, 17]), ([2, 3], [2, 3, 17]), (None, [17])])

@@ -73,11 +73,11 @@ def execute(plan: Plan, console: Console) -> Run:
     """Train as planned. An interrupted run ends with a checkpoint; one that fails before an update leaves nothing."""
     main = plan.args.process_index == 0
     if main:
-        _begin(plan)
+        begin(plan)
     with _status(plan, main), Interrupt() as interrupt:
         trainer, own_stops = _build(plan)
         if main:
-            _note(plan.folder, model={"name": plan.model, "parameters": trainer.model.num_parameters()})
+            note(plan.folder, model={"name": plan.model, "parameters": trainer.model.num_parameters()})
         shown = ShowProgress(console)
         for callback in (shown, interrupt):
             trainer.add_callback(callback)
@@ -94,7 +94,7 @@ def execute(plan: Plan, console: Console) -> Run:
             trainer.save_model(str(plan.folder / MODEL))
     if main:
         status = "interrupted" if interrupt.stopped else "finished"
-        _note(plan.folder, status=status, finished=_now(), seconds=trainer.seconds)
+        note(plan.folder, status=status, finished=now(), seconds=trainer.seconds)
     return Run(plan.folder)
 
 
@@ -164,10 +164,10 @@ def _end_at(stop: str, model: Any, tokenizer: Any, args: TROLLConfig) -> None:
         args.generation_kwargs = {**(args.generation_kwargs or {}), "stop_token_ids": [token]}
 
 
-def _begin(plan: Plan) -> None:
+def begin(plan: Plan) -> None:
     """The files that are there from the start."""
     if plan.resumes:
-        _note(plan.folder, status="running", finished=None)
+        note(plan.folder, status="running", finished=None)
         return
     try:
         plan.folder.mkdir(parents=True)
@@ -183,7 +183,7 @@ def _begin(plan: Plan) -> None:
             "format": FORMAT,
             "name": plan.folder.name,
             "status": "running",
-            "started": _now(),
+            "started": now(),
             "finished": None,
             "seconds": 0.0,
             "command": plan.command,
@@ -213,13 +213,15 @@ def _status(plan: Plan, main: bool) -> Iterator[None]:
             else:
                 stopped = isinstance(error, KeyboardInterrupt)
                 status = "interrupted" if stopped else "failed"
-                _note(plan.folder, status=status, finished=_now(), seconds=_seconds(plan.folder), error=str(error))
+                note(plan.folder, status=status, finished=now(), seconds=_seconds(plan.folder), error=str(error))
         raise
 
 
-def _note(folder: Path, **new: Any) -> None:
+def note(folder: Path, **new: Any) -> None:
+    """Change what ``run.json`` says."""
     write_json(folder / ABOUT, {**Run(folder).about, **new})
 
 
-def _now() -> str:
+def now() -> str:
+    """The time, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -24,7 +24,7 @@ from troll.runs import Run, append_line
 from troll.runs.folder import METRICS
 from troll.runs.summary import one_line
 from troll.training.progress import ShowProgress, say
-from troll.training.run import MODEL, Plan, _begin, _note, _now
+from troll.training.run import MODEL, Plan, begin, note, now
 from troll.training.verl.data import STOP, write_stop, write_task
 from troll.training.verl.keys import CHECKPOINTS, DATA, keeps_model, overrides
 from troll.training.verl.metrics import Translator, logs, read_new, translate
@@ -78,9 +78,9 @@ def checkpoint_of(folder: Path) -> int:
 
 def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
     """Train as planned. The files that verl reads are written first; those it writes stay, whatever becomes of it."""
-    _begin(plan)
+    begin(plan)
     engine = {name: metadata.version(name) for name in ("verl", "ray")}
-    _note(plan.folder, engine="verl", versions={**Run(plan.folder).about["versions"], **engine})
+    note(plan.folder, engine="verl", versions={**Run(plan.folder).about["versions"], **engine})
     try:
         _write(plan, setup, request)
     except BaseException:
@@ -104,7 +104,7 @@ def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console)
         if child.returncode:
             raise _failure(plan.folder, child.returncode)
     _keep_model(plan, setup, console)
-    _note(plan.folder, status="finished", finished=_now(), seconds=_seconds(plan.folder))
+    note(plan.folder, status="finished", finished=now(), seconds=_seconds(plan.folder))
     return Run(plan.folder)
 
 
@@ -185,7 +185,7 @@ def _status(plan: Plan) -> Iterator[None]:
         yield
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        _note(plan.folder, status=status, finished=_now(), seconds=_seconds(plan.folder), error=one_line(str(error)))
+        note(plan.folder, status=status, finished=now(), seconds=_seconds(plan.folder), error=one_line(str(error)))
         raise
 
 
