@@ -101,7 +101,8 @@ def passes(folder: Path) -> dict[str, Any]:
 
 def shared(folder: Path) -> dict[str, Any]:
     """The old policy, the loss and the gradients of the logits, with the tokens of sequences on two processes."""
-    case = {"loss": "troll", "without": ["rollout_is_weights", "ref_log_prob"], "sequence_parallel": 2}
+    case: dict[str, Any] = {"loss": "troll", "without": ["rollout_is_weights", "ref_log_prob"], "sequence_parallel": 2}
+    case["options"] = {"kl_bound": 0.01}
     made = engine(folder / verl_cases.NEW, case, "troll_lm")
     data = batch(case)
     rollout = verl_cases.rollout()
