@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ def sizes() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setitem(sys.modules, "verl_sizes", module)  # where dataclasses look
     spec.loader.exec_module(module)
+    monkeypatch.undo()
     return module
 
 

@@ -95,6 +95,7 @@ def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console)
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
+            preexec_fn=_hear,
             env={**os.environ, **setup.environment},
         )
         with _Stopper(child) as stopper:
@@ -106,6 +107,11 @@ def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console)
     _keep_model(plan, setup, console)
     note(plan.folder, status="finished", finished=now(), seconds=_seconds(plan.folder))
     return Run(plan.folder)
+
+
+def _hear() -> None:
+    """What is started in the background ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _write(plan: Plan, setup: Setup, request: dict[str, Any]) -> None:
