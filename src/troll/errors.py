@@ -1,4 +1,4 @@
-"""The one exception this package raises for bad input: what was given, what was expected, what to try."""
+"""The exception this package raises for bad input: what was given, what was expected, what to try."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ class InputError(ValueError):
     def __init__(self, given: str, expected: str, hint: str) -> None:
         super().__init__(f"given: {given}; expected: {expected}; try: {hint}")
         self.given, self.expected, self.hint = given, expected, hint
+
+
+class TrainingError(InputError):
+    """A run that cannot go on with the settings it was given."""
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

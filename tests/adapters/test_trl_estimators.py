@@ -14,7 +14,7 @@ from trl_cases import furthest, logged, lower_case, pairs, text_of, trainer, wei
 
 from troll import advantages
 from troll.adapters.trl import TROLLTrainer
-from troll.adapters.trl.estimators import check_rewards, estimate
+from troll.adapters.trl.estimators import estimate
 from troll.errors import InputError
 
 NAN = math.nan
@@ -135,15 +135,6 @@ def test_fewer_than_two_counted_tokens_have_no_variance_and_no_advantage(
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_equal_rewards_give_exactly_zero(estimator: Any) -> None:
     assert not estimate(estimator, torch.full((4,), 0.1), 2, lengths(4, 2, 1, 3)).any()
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_an_infinite_reward_is_refused_with_its_function_and_completion(value: float) -> None:
-    rewards = torch.tensor([[1.0, NAN], [0.0, 2.0], [3.0, value], [value, 1.0]])
-    with pytest.raises(InputError, match=f"reward {value} from 'second' for completion 2") as refusal:
-        check_rewards(rewards, ["first", "second"])
-    assert "None for a completion that cannot be scored" in refusal.value.expected
-    check_rewards(rewards[:2], ["first", "second"])
 
 
 # ------------------------------------------------------------------ in a trainer

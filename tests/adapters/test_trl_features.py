@@ -518,7 +518,7 @@ def test_a_rollout_that_nothing_can_score_changes_nothing(tmp_path: Path) -> Non
     def none(completions: list[Any], **_: Any) -> list[None]:
         return [None] * len(completions)
 
-    run = trainer(tmp_path, reward_funcs=none)
+    run = trainer(tmp_path, reward_funcs=none, reward_errors="mask")  # 'stop' ends the run
     before = weights(run)
     run.train()
     assert furthest(before, weights(run)) == 0
@@ -563,7 +563,7 @@ class Trouble:
 def test_after_an_error_in_a_reward_training_goes_on(tmp_path: Path, at: int) -> None:
     head = trl_utils._ChunkedLogProbFunction
     run = trainer(tmp_path, reward_funcs=Trouble(at), max_steps=8)
-    with pytest.raises(ConnectionError, match="the judge does not answer"):
+    with pytest.raises(InputError, match="'trouble', which raised ConnectionError: the judge does not answer"):
         run.train()
     assert trl_utils._ChunkedLogProbFunction is head
     # Outside of a rollout and an update, the trainer scores as TRL does, also after this.

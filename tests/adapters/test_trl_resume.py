@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 from trl_cases import furthest, logged, prompts, trainer, weights
 
 from troll.adapters.trl import rollout
+from troll.checkpoints.store import MANIFEST
 from troll.policy import PackedPolicy, SparsePolicy
 
 # peft warns when it saves an adapter of a model that has no name on the hub; ours is made on the spot.
@@ -103,6 +104,12 @@ def resume(folder: Path, checkpoint: Path, **changes: Any) -> Any:
     return run
 
 
+def lose_rollout(checkpoint: Path) -> None:
+    """As TRL would have saved it; with its manifest it would be a damaged one, and refused."""
+    (checkpoint / rollout.file_name(0)).unlink()
+    (checkpoint / MANIFEST).unlink()
+
+
 def without_clock(run: Any) -> list[dict[str, Any]]:
     """What was logged at each update, less what depends on the clock and the summary at the end."""
     return [
@@ -169,10 +176,8 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
 
 @pytest.mark.parametrize("kind", ["moe", "vision"])
 def test_other_kinds_of_models_are_resumed_too(tmp_path: Path, whole: Callable[..., Result], kind: str) -> None:
-    checkpoint = interrupt(tmp_path, 2, kind=kind)
-    # The trainer of transformers writes experts and vision towers under other names than it looks for when it resumes,
-    # and goes on with the weights it has. So the model is read from the checkpoint here, which knows both names.
-    second = resume(tmp_path, checkpoint, kind=kind, model=str(checkpoint))
+    """transformers saves experts and vision towers under other names, and by itself goes on without them."""
+    second = resume(tmp_path, interrupt(tmp_path, 2, kind=kind), kind=kind)
     assert_same(whole(kind=kind), result(second))
 
 
@@ -194,8 +199,8 @@ def test_without_its_rollout_a_resumed_run_is_another_one(tmp_path: Path, whole:
     """What TRL does. That this differs is what makes the equality above mean something."""
     counts = CountRollouts()
     checkpoint = interrupt(tmp_path, 2)
-    (checkpoint / rollout.file_name(0)).unlink()
-    second = resume(tmp_path, checkpoint, reward_funcs=counts)
+    lose_rollout(checkpoint)
+    second = resume(tmp_path, checkpoint, reward_funcs=counts, allow_changes=True)
     assert counts.at[0] == 2  # generated at once
     assert furthest(whole()[0], weights(second)) > 1e-3
     kl = logged(second, "troll/kl_before/max")
@@ -228,43 +233,45 @@ def test_a_rollout_of_another_schedule_is_generated_again(
     counts = CountRollouts()
     checkpoint = interrupt(tmp_path, 2)
     with caplog.at_level(logging.WARNING):
-        second = resume(tmp_path, checkpoint, reward_funcs=counts, **other)
-    said = [r.getMessage() for r in caplog.records if r.name.startswith("troll")]
-    assert len(said) == 1
-    assert rollout.file_name(0) in said[0]
-    assert "another schedule" in said[0]
-    assert "generated again" in said[0]
+        second = resume(tmp_path, checkpoint, reward_funcs=counts, allow_changes=True, **other)
+    *changes, said = [r.getMessage() for r in caplog.records if r.name.startswith("troll")]
+    assert {name for name in other if any(f"with a change: {name}: " in change for change in changes)} == other.keys()
+    assert rollout.file_name(0) in said
+    assert "another schedule" in said
+    assert "generated again" in said
     assert counts.at[0] == 2
     assert logged(second, "troll/kl_before/max")[2] < 1e-9
     assert max(logged(second, "troll/kl_after/max")) <= 0.05 * (1 + 1e-5)
 
 
 def test_a_rollout_without_an_old_policy_is_generated_again_where_one_is_needed(tmp_path: Path) -> None:
-    second = resume(tmp_path, interrupt(tmp_path, 2, trust_region="clip"))
+    second = resume(tmp_path, interrupt(tmp_path, 2, trust_region="clip"), allow_changes=True)
     assert len(logged(second, "troll/kl_after/max")) == 6  # every update after the checkpoint is bounded
 
 
 def test_a_rollout_of_another_temperature_is_generated_again(tmp_path: Path) -> None:
-    second = resume(tmp_path, interrupt(tmp_path, 2, tail="floor"), tail="floor", temperature=0.5)
+    second = resume(tmp_path, interrupt(tmp_path, 2, tail="floor"), tail="floor", temperature=0.5, allow_changes=True)
     assert logged(second, "troll/kl_before/max")[2] < 1e-9
 
 
 def test_a_rollout_without_a_reference_is_generated_again_where_one_is_needed(tmp_path: Path) -> None:
-    second = resume(tmp_path, interrupt(tmp_path, 2, lora=True), lora=True, beta=0.1)
+    second = resume(tmp_path, interrupt(tmp_path, 2, lora=True), lora=True, beta=0.1, allow_changes=True)
     assert len(logged(second, "kl")) == 6  # every update after the checkpoint
 
 
 def test_a_run_that_shuffled_may_go_on_in_order(tmp_path: Path) -> None:
-    second = resume(tmp_path, interrupt(tmp_path, 2), shuffle_dataset=False)
+    second = resume(tmp_path, interrupt(tmp_path, 2), shuffle_dataset=False, allow_changes=True)
     assert max(logged(second, "troll/kl_after/max")) <= 0.05 * (1 + 1e-5)
 
 
 def test_a_missing_rollout_is_not_passed_over_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = interrupt(tmp_path, 2)
-    (checkpoint / rollout.file_name(0)).unlink()
+    lose_rollout(checkpoint)
     with caplog.at_level(logging.WARNING):
         resume(tmp_path, checkpoint)
-    assert [r for r in caplog.records if r.name.startswith("troll")]
+    unchecked, missing = [r.getMessage() for r in caplog.records if r.name.startswith("troll")]
+    assert "taken unchecked: it has no manifest.json" in unchecked
+    assert "is missing: if the checkpoint is inside a rollout, another one is generated" in missing
 
 
 @pytest.mark.parametrize("after", [2, 4, 6, 8, 10])
@@ -303,7 +310,7 @@ def test_a_checkpoint_is_pushed_with_its_rollout(tmp_path: Path, monkeypatch: py
     changes = {"push_to_hub": True, "hub_model_id": "someone/small", "hub_strategy": "all_checkpoints"}
     checkpoint = interrupt(tmp_path, 2, **changes)
     assert (checkpoint / rollout.file_name(0)).exists()
-    assert "optimizer.pt" in pushed["checkpoint-2"]
+    assert {"optimizer.safetensors", MANIFEST} <= pushed["checkpoint-2"]
     assert rollout.file_name(0) in pushed["checkpoint-2"]
 
 

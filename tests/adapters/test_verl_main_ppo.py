@@ -48,14 +48,15 @@ def check_trust_region(run: runs.Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def synchronous(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
-    """Two ranks, a reference policy, four updates on a rollout."""
-    settings = {**FOUR_UPDATES, "actor_rollout_ref.actor.use_kl_loss": True, "trainer.total_training_steps": 7}
-    return runs.finished(tmp_path_factory.mktemp("sync"), *TROLL, settings=settings, timeout=HANGS)
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[runs.Run]:
+    """Two ranks, a reference policy, four updates on a rollout: seven steps of a run that would go on for long."""
+    settings = {**FOUR_UPDATES, "actor_rollout_ref.actor.use_kl_loss": True, "trainer.total_training_steps": 1000}
+    with runs.started(tmp_path_factory.mktemp("sync"), *TROLL, settings=settings) as run:
+        run.wait_for_step(7, HANGS)
+        yield run
 
 
 def test_the_trust_region_acts_and_verl_logs_it(synchronous: runs.Run) -> None:
-    assert len(synchronous.steps) == 7
     check_trust_region(synchronous)
 
 
@@ -76,6 +77,23 @@ def test_the_reward_rises(synchronous: runs.Run) -> None:
     rewards = synchronous.logged("critic/score/mean")
     assert rewards[0] < 0.2
     assert rewards[-1] > 0.5
+
+
+def test_a_killed_worker_ends_the_run_with_an_error(synchronous: runs.Run) -> None:
+    """Nothing waits for ever for the rank that is gone, and the one that is left trains no further.
+
+    The worker is stopped before it is killed, for as long as verl needs to get to the other rank's next collective.
+    """
+    steps = len(synchronous.steps) + 1
+    synchronous.wait_for_step(steps, 120)
+    victim = synchronous.workers()[-1]
+    victim.suspend()
+    time.sleep(8)
+    victim.kill()
+    assert synchronous.wait(120) != 0
+    assert f"pid: {victim.pid}" in synchronous.output
+    assert "ActorDiedError" in synchronous.output
+    assert len(synchronous.steps) == steps
 
 
 @pytest.fixture(scope="module")
@@ -105,35 +123,14 @@ def test_gae_with_a_critic(asynchronous: runs.Run) -> None:
     )
 
 
-@pytest.fixture
-def endless(tmp_path: Path) -> Iterator[runs.Run]:
-    """A run that has made its first step and would go on for long."""
+def test_a_killed_agent_loop_ends_the_run_with_an_error(tmp_path: Path) -> None:
+    """verl alone would wait for the rollouts of that process for ever."""
     with runs.started(tmp_path, *TROLL, settings={**FOUR_UPDATES, "trainer.total_training_steps": 1000}) as run:
         run.wait_for_step(1, HANGS)
-        yield run
-
-
-def test_a_killed_worker_ends_the_run_with_an_error(endless: runs.Run) -> None:
-    """Nothing waits for ever for the rank that is gone, and the one that is left trains no further.
-
-    The worker is stopped before it is killed, for as long as verl needs to get to the other rank's next collective.
-    """
-    victim = endless.workers()[-1]
-    victim.suspend()
-    time.sleep(8)
-    victim.kill()
-    assert endless.wait(120) != 0
-    assert f"pid: {victim.pid}" in endless.output
-    assert "ActorDiedError" in endless.output
-    assert len(endless.steps) == 1
-
-
-def test_a_killed_agent_loop_ends_the_run_with_an_error(endless: runs.Run) -> None:
-    """verl alone would wait for the rollouts of that process for ever."""
-    (victim,) = (p for p in endless.processes() if "AgentLoopWorker" in "".join(p.cmdline()))
-    victim.kill()
-    assert endless.wait(120) != 0
-    assert "an agent loop worker died with rollouts in progress" in endless.output
+        (victim,) = (p for p in run.processes() if "AgentLoopWorker" in "".join(p.cmdline()))
+        victim.kill()
+        assert run.wait(120) != 0
+    assert "an agent loop worker died with rollouts in progress" in run.output
 
 
 def test_what_cannot_work_ends_before_ray_starts_and_says_why(tmp_path: Path) -> None:

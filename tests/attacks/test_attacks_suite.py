@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 import pyseccomp
@@ -59,6 +59,20 @@ def succeeded(walls: Isolation, *names: str) -> dict[str, suite.Result]:
 
 def told(found: dict[str, suite.Result]) -> dict[str, str]:
     return {name: result.detail for name, result in found.items()}
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Callable[[Container[str]], None]:
+    """Gives attacks that are to succeed the time that they need on a busy machine."""
+
+    def make(names: Container[str]) -> None:
+        attacks = [
+            dataclasses.replace(attack, seconds=10 * attack.seconds) if attack.name in names else attack
+            for attack in suite.ATTACKS
+        ]
+        monkeypatch.setattr(suite, "ATTACKS", tuple(attacks))
+
+    return make
 
 
 @pytest.mark.parametrize("name", WALLS)
@@ -120,12 +134,14 @@ def test_the_same_as_an_ordinary_user(for_everybody: Path) -> None:
 
 @ROOT
 @pytest.mark.slow
-def test_root_that_stays_root_has_no_limit_of_threads_and_all_else_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_that_stays_root_has_no_limit_of_threads_and_all_else_holds(
+    monkeypatch: pytest.MonkeyPatch, patient: Callable[[Container[str]], None]
+) -> None:
+    patient(THREADS)
     for module in (sandbox, isolation):
         monkeypatch.setattr(module, "user", lambda: None)
     found = succeeded(WALLS["bubblewrap"], *(attack.name for attack in suite.ATTACKS))
-    assert told(found).keys() <= THREADS, told(found)  # on a busy machine one of them may run out of time
-    assert found
+    assert told(found).keys() == THREADS, told(found)
     assert all(result.known for result in found.values())
 
 
@@ -141,9 +157,10 @@ GOT += ["priority", "its own end", "kernel", "machine", "owner", "memory of othe
 
 
 @pytest.mark.slow
-def test_without_walls_they_succeed() -> None:
+def test_without_walls_they_succeed(patient: Callable[[Container[str]], None]) -> None:
     """So that an attack that holds says something. Only those that do no harm to the machine."""
     wanted = {*STOLEN, *SENT, *CHANGED, *KILLED, *GOT, *THREADS}
+    patient(wanted)
     found = told(succeeded(OPEN, *wanted))
     assert wanted - set(found) == set()
     ways = {"troll-secret-": STOLEN, "a message came by ": SENT, "these files have changed: ": CHANGED}
@@ -180,7 +197,8 @@ def test_what_a_careless_parent_hands_down_is_found() -> None:
         (dataclasses.replace(WALLS["landlock"], readable=("/",)), {"file", "keys", "installed packages"}),
     ],
 )
-def test_every_wall_is_needed(walls: Isolation, names: set[str]) -> None:
+def test_every_wall_is_needed(walls: Isolation, names: set[str], patient: Callable[[Container[str]], None]) -> None:
+    patient(names)
     if "installed packages" in names and not isolation.packages():
         names = names - {"installed packages"}
     found = succeeded(walls, *names)

@@ -138,6 +138,7 @@ REFUSED = {
     "--trust_region clip": "--trust_region for all runs",
     "--epsilon_high 0.3": "--epsilon_high for all runs",
     "--save_model true": "try: --keep_models true",
+    "--keep_checkpoints true": "try: --keep_models true",
     "--write_report true": "--write_report for all runs",
     "--measure_kl false": "--measure_kl for all runs",
     "--no_such_flag 1": "the unknown flag --no_such_flag",
@@ -187,7 +188,7 @@ def test_a_comparison_that_is_running_or_no_comparison(tmp_path, capsys):
     resume = ["compare", "--resume", "busy", "--runs_dir", str(tmp_path / "runs")]
     with FileLock(folder / ".lock"):
         assert main(resume) == 2
-    assert "another command is running" in capsys.readouterr().err
+    assert f"the comparison {folder}, which another process is writing" in capsys.readouterr().err
     assert main([*resume, "--max_steps", "3"]) == 2
     assert "--resume with --max_steps" in capsys.readouterr().err
     run = tmp_path / "runs" / "run"

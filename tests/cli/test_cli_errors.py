@@ -146,16 +146,6 @@ def test_one_sentence_is_all_there_is_on_a_terminal_of_ones_own(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("flag", ["--kl_bound=0.1", "--config=c.yaml", "--run_name=x", "--dry_run"])
-def test_a_run_is_resumed_with_the_settings_it_has(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "c.yaml").write_text("kl_bound: 0.1\n")
-    flag = flag.replace("c.yaml", str(tmp_path / "c.yaml"))
-    assert main(["train", "--resume", "x", "--runs_dir", str(tmp_path), flag]) == 2
-    assert f"--resume with {flag.split('=')[0]}" in capsys.readouterr().err
-
-
 def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tmp_path, "--save_strategy", "no")
     argv = ["train", "--resume", run.path.name, "--runs_dir", str(tmp_path)]
@@ -163,10 +153,6 @@ def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(argv) == 2
     assert "which is finished" in capsys.readouterr().err
     about = run.path / "run.json"
-    about.write_text(about.read_text().replace('"finished",', '"failed",', 1))
-    assert main(argv) == 2
-    assert "expected: a run with a checkpoint; try: starting it anew" in capsys.readouterr().err
-    about.write_text(about.read_text().replace('"failed",', '"finished",', 1))
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
     about.write_text('{"format": 99}')
     assert main(argv) == 2

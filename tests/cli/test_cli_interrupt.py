@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a checkpoint, and a resumed run that is, bit for bit, the one that was never interrupted.
+"""Ctrl-C, SIGTERM, a closed terminal: a checkpoint, and a resumed run that is, bit for bit, the one never interrupted.
 
 A reward sends the signal, or waits until the test has sent it: which update is interrupted depends on no clock. It is
 called in evaluations too: first at step 0, then in the rollout of steps 1 to 4, and so on.
@@ -7,9 +7,11 @@ called in evaluations too: first at step 0, then in the rollout of steps 1 to 4,
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,14 @@ from cli_cases import MAX_STEPS, flags, lines, same_weights, start, timeless, tr
 
 from troll.cli import main
 from troll.runs import Run
+
+OWN_TERMINAL = """
+import fcntl, runpy, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.argv[0] = "troll"
+runpy.run_module("troll", run_name="__main__")
+"""
+"""A process whose terminal sends it a signal when it is closed."""
 
 Straight = Callable[[str, str], Run]
 
@@ -182,20 +192,43 @@ def test_a_signal_from_outside(number: int, tmp_path: Path, straight: Straight) 
 
 
 @pytest.mark.slow
-def test_a_second_signal_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_signal_stops_at_once(tmp_path: Path, straight: Straight, capsys: pytest.CaptureFixture[str]) -> None:
     process, run = waiting(tmp_path)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     assert "Stopping" in process.stderr.readline() + process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, "troll: stopped\n")
+    go_on = f"from update 0, with: troll train --resume {shlex.quote(str(run.path))}"
+    assert out.splitlines()[-1] == f"Stopped at once, and there is no checkpoint. Begin again, {go_on}"
     assert run.about["status"] == "interrupted"
     assert run.about["seconds"] > 0
     assert len(run.metrics()) == 4
     assert not list(run.path.glob("checkpoint-*"))
-    assert main(["train", "--resume", str(run.path)]) == 2
-    assert "a run with a checkpoint" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run.path)]) == 0
+    assert "the run begins again, from update 0" in capsys.readouterr().out
+    assert_same(run, straight("waits", "4"))
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed(tmp_path: Path, straight: Straight) -> None:
+    """The run finishes its update and saves, although nothing can be printed any more."""
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WAIT_AT": "4", "WAIT_FOR": str(tmp_path / "go")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWN_TERMINAL, *flags(tmp_path / "runs", reward="waits")],
+        env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    run = Run(tmp_path / "runs" / "arithmetic-troll")
+    until(lambda: len(run.metrics()) >= 4 and len(run.evaluations()) >= 2, process)
+    os.close(ours)  # the kernel sends SIGHUP
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=300) == 0
+    assert (run.about["status"], len(run.metrics())) == ("interrupted", 5)
+    assert main(["train", "--resume", str(run.path)]) == 0
+    assert_same(run, straight("waits", "4"))
 
 
 def test_the_flags_of_an_interrupted_run_are_all_in_its_config(

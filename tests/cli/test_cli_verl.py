@@ -21,6 +21,7 @@ from troll.cli import check_command, main
 from troll.cli import verl as cli_verl
 from troll.errors import InputError
 from troll.runs import Run
+from troll.runs.lock import locked
 from troll.training.settings import RunSettings
 from troll.training.verl import launch
 
@@ -126,13 +127,22 @@ def test_a_run_that_failed_goes_on(
     assert "which is finished" in capsys.readouterr().err
 
 
-def test_a_run_without_a_checkpoint_does_not_go_on(
+def test_a_run_without_a_checkpoint_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stand_in: None
 ):
     monkeypatch.setenv("FAIL_AT", "1")
     assert main(flags(tmp_path / "runs", *VERL, "--run_name", "x")) == 2
-    assert main(["train", "--resume", "x", "--runs_dir", str(tmp_path / "runs")]) == 2
-    assert "a run with a checkpoint of verl" in capsys.readouterr().err
+    run = Run(tmp_path / "runs" / "x")
+    resume = ["train", "--resume", str(run.path)]
+    assert main([*resume, "--kl_bound", "0.1"]) == 2
+    assert "(kl_bound: 0.05 → 0.1)" in capsys.readouterr().err
+    with locked(run.path):  # which this process may take again, and verl's process does not need
+        monkeypatch.delenv("FAIL_AT")
+        assert main([*resume, "--kl_bound", "0.1", "--allow_changes"]) == 0
+    assert "the run begins again, from update 0." in capsys.readouterr().out
+    assert run.about["status"] == "finished"
+    assert (run.about["changes"][0]["differences"], run.about["max_steps"]) == (["kl_bound: 0.05 → 0.1"], 8)
+    assert yaml.safe_load((run.path / "config.yaml").read_text())["kl_bound"] == 0.1
 
 
 # ------------------------------------------------------------------ where it cannot be

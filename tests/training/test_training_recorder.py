@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny_models
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -44,6 +44,7 @@ def test_half_a_character_is_shown_as_such() -> None:
     assert broken[-1] == "b"
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, len(BYTES) - 1), max_size=40))
 def test_there_is_one_piece_per_token_and_together_they_are_the_text(tokens: list[int]) -> None:
     found = pieces(tokens, decode)

@@ -26,22 +26,6 @@ def begun(folder: Path, metrics: int = 0, seconds: float = 0.0) -> Path:
     return folder
 
 
-def test_the_newest_checkpoint(tmp_path: Path) -> None:
-    folder = begun(tmp_path / "a")
-    for number in (2, 10, 9):
-        (folder / f"checkpoint-{number}").mkdir()
-        (folder / f"checkpoint-{number}" / "trainer_state.json").touch()
-    assert Path(run.checkpoint_of(folder)).name == "checkpoint-10"
-    (folder / "checkpoint-11").mkdir()  # the run was killed while it wrote this one
-    (folder / "checkpoint-11" / "model.safetensors").touch()
-    assert Path(run.checkpoint_of(folder)).name == "checkpoint-10"
-    unfinished = begun(tmp_path / "d")
-    (unfinished / "checkpoint-1").mkdir()
-    for nothing in (begun(tmp_path / "b"), tmp_path / "c", unfinished):
-        with pytest.raises(InputError, match="a run with a checkpoint"):
-            run.checkpoint_of(nothing)
-
-
 @pytest.mark.parametrize(("error", "status"), [(RuntimeError("why"), "failed"), (KeyboardInterrupt(), "interrupted")])
 def test_how_a_run_ended_badly_is_written_down(error: BaseException, status: str, tmp_path: Path) -> None:
     folder = begun(tmp_path / "a", metrics=3)
@@ -59,6 +43,17 @@ def test_a_run_that_fails_before_an_update_leaves_nothing_unless_it_was_resumed(
         with pytest.raises(RuntimeError), run._status(plan(folder, resumes=resumes), main=True):
             raise RuntimeError
         assert folder.exists() == left
+    assert Run(folder).about["status"] == "running"  # as it was: nothing has begun
+
+
+def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = begun(tmp_path / "a", metrics=1)
+    monkeypatch.setattr(run, "write_json", full)
+    with pytest.raises(RuntimeError, match="why"), run._status(plan(folder), main=True):
+        raise RuntimeError("why")
 
 
 def test_only_the_first_process_writes(tmp_path: Path) -> None:
@@ -75,8 +70,14 @@ def test_the_seconds_of_a_run_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_appears_in_the_meantime(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="which another one has just begun"):
-        run.begin(plan(begun(tmp_path / "a")))
+    folder = begun(tmp_path / "a")
+    before = (folder / "run.json").read_bytes()
+    args = SimpleNamespace(seed=0, to_dict=lambda: {"trust_region": "none"})
+    named = {"task": SimpleNamespace(name="t", description="d"), "model": "m", "command": "", "config": {}}
+    with pytest.raises(InputError, match="which another command has just begun"):
+        run.begin(plan(folder, args=args, **named))
+    assert (folder / "run.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize(("own", "expected"), [(2, [2, 17]), ([2, 3], [2, 3, 17]), (None, [17])])

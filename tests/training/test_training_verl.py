@@ -290,7 +290,7 @@ ONE_FLAG: list[tuple[list[str], dict[str, str | None]]] = [
     ),
     (
         ["--save_model", "false"],
-        {f"{ACTOR}.checkpoint.save_contents": "[model,optimizer,extra]", "trainer.save_freq": "63"},
+        {f"{ACTOR}.checkpoint.save_contents": "[model,optimizer,extra]", "trainer.save_freq": "4"},
     ),
     (["--report_to", "tensorboard"], {"trainer.logger": "[console,file,tensorboard]"}),
     (
@@ -324,7 +324,7 @@ def test_the_embedded_model_trains_without_a_warmup():
     found = told(model="")
     assert f"{ACTOR}.optim.lr_warmup_steps" not in found  # which would be a whole rollout at rate 0
     assert (found["data.train_batch_size"], found["trainer.total_training_steps"]) == ("8", "10")
-    assert found["trainer.save_freq"] == "10"
+    assert found["trainer.save_freq"] == "5"
 
 
 def test_facts_about_the_task():
@@ -1114,8 +1114,7 @@ def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(InputError, match="checkpoint of verl"):
-        launch.checkpoint_of(tmp_path)
+    assert launch.checkpoint_of(tmp_path) == 0
     plan, case = planned(tmp_path, monkeypatch, WAITS.replace("ARMED", "False"))
     with pytest.raises(KeyboardInterrupt):
         launch.execute(plan, case, {}, Console())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from transformers.trainer_utils import get_last_checkpoint
 
 from troll.runs import Run
 from troll.runs.folder import ABOUT
@@ -36,7 +34,6 @@ class Child:
 
     folder: Path
     flags: list[str]
-    keep_checkpoints: bool = False
     process: subprocess.Popen[bytes] | None = None
     state: str = "waiting"
     result: str = ""
@@ -56,13 +53,8 @@ class Child:
         return str(Run(self.folder).about["status"]) if (self.folder / ABOUT).is_file() else None
 
     def start(self, threads: int) -> None:
-        """Begin, or go on from the last checkpoint; a run that has none begins anew."""
-        flags = self.flags
-        if self.folder.is_dir():
-            if get_last_checkpoint(str(self.folder)):
-                flags = ["--resume", str(self.folder)]
-            else:
-                shutil.rmtree(self.folder)
+        """Begin, or go on from the last checkpoint; a run that has none begins again."""
+        flags = self.flags if self.status is None else ["--resume", str(self.folder)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "troll", "train", *flags],
@@ -115,9 +107,6 @@ class Child:
         rewards = {"held-out reward": summary.held_out_last, "reward": summary.reward_last}
         found = [f"{name} {value:.3f}" for name, value in rewards.items() if value is not None]
         self.result = ", ".join([*found[:1], duration(summary.seconds)])
-        if not self.keep_checkpoints:
-            for checkpoint in self.folder.glob("checkpoint-*"):
-                shutil.rmtree(checkpoint)
 
 
 def run_children(children: Sequence[Child], jobs: int, console: Console) -> bool:

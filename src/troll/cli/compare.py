@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
 from troll.cli import train
 from troll.cli.arguments import existing_folder
 from troll.cli.children import Child, run_children, say
-from troll.cli.flags import Flags
+from troll.cli.flags import Flags, anchored
 from troll.errors import InputError
 from troll.runs import Comparison, write_json
 from troll.runs.arms import ARMS, arm_of
 from troll.runs.comparison import begin, check_arms, check_seeds, conclude, short_name
 from troll.runs.folder import COMPARISON, CONFIG, Line
+from troll.runs.lock import locked
+from troll.runs.whole import begun_whole
 from troll.training.progress import duration
 from troll.training.settings import DEFAULT_MODEL, defaults
 
@@ -45,7 +45,7 @@ Train under several trust regions with the same task, seeds and budget, and say 
 A comparison is a folder below --runs_dir with one run per arm and seed in it, comparison.json and report.html. Ctrl-C
 ends it with a checkpoint of every run. A run that fails does not stop the others.
 """
-OURS = {"measure_kl", "save_model", "write_report"}
+OURS = {"measure_kl", "save_model", "keep_checkpoints", "write_report"}
 """Flags of ``troll train`` that a comparison sets itself, beside those that tell the arms apart."""
 _BY_ARM = {name for arm in ARMS.values() for name in arm}
 _HERE = {"arms", "seeds", "jobs", "keep_models", "config", "runs_dir", "run_name", "dry_run", "resume"}
@@ -90,9 +90,11 @@ def run(argv: Sequence[str]) -> int:
             return 0
         labels = {arm: arm_of({**example.args.to_dict(), "epsilon_high": None, **ARMS[arm]})[1] for arm in own.arms}
         task = {"name": example.task.name, "description": example.task.description}
-        begin(folder, labels, own.seeds, task, {"name": example.model}, jobs=own.jobs, keep_models=own.keep_models)
-        (folder / CONFIG).write_text(yaml.safe_dump(told, allow_unicode=True), encoding="utf-8")
-    with _alone(folder):
+        more = {"name": folder.name, "jobs": own.jobs, "keep_models": own.keep_models}
+        with begun_whole(folder, "the comparison") as staged:
+            begin(staged, labels, own.seeds, task, {"name": example.model}, **more)
+            (staged / CONFIG).write_text(yaml.safe_dump(told, allow_unicode=True), encoding="utf-8")
+    with locked(folder, "the comparison"):
         return _execute(folder, flags.value("jobs", None), Console())
 
 
@@ -122,6 +124,7 @@ def _check(flags: Flags, own: CompareSettings) -> None:
     hints = {
         "seed": f"--seeds {flags.value('seed', 0)}",
         "save_model": "--keep_models true",
+        "keep_checkpoints": "--keep_models true",
         "write_report": "leaving it out: there is one report, of all runs",
         "measure_kl": "leaving it out: it is measured in every run",
     }
@@ -133,7 +136,7 @@ def _check(flags: Flags, own: CompareSettings) -> None:
 def _told(flags: Flags) -> Line:
     """What was said for all runs, as YAML takes it."""
     told = {name: flags.value(name, None) for name in sorted(flags.said - _HERE)}
-    return dict(json.loads(json.dumps(told, default=str)))
+    return anchored(json.loads(json.dumps(told, default=str)))
 
 
 def _as_flags(values: Line) -> list[str]:
@@ -185,17 +188,6 @@ def _resumed(flags: Flags, settings: Any) -> Path:
     return folder
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two commands must not train the same runs."""
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        given = f"the comparison {folder}, which another command is running"
-        raise InputError(given, "one command at a time", "waiting for it") from None
-
-
 def _execute(folder: Path, asked: int | None, console: Console) -> int:
     """Run, conclude, print; as many at a time as is asked now, or was at the start."""
     about = Comparison.open(folder).about
@@ -205,7 +197,7 @@ def _execute(folder: Path, asked: int | None, console: Console) -> int:
         write_json(folder / COMPARISON, about)
     shared, keep = ["--config", str(folder / CONFIG)], about["keep_models"]
     children = [
-        Child(folder / f"{arm['arm']}-{seed}", [*shared, *_as_flags(_flags_of(folder, arm["arm"], seed, keep))], keep)
+        Child(folder / f"{arm['arm']}-{seed}", [*shared, *_as_flags(_flags_of(folder, arm["arm"], seed, keep))])
         for seed in about["seeds"]
         for arm in about["arms"]
     ]
@@ -231,7 +223,8 @@ def _execute(folder: Path, asked: int | None, console: Console) -> int:
 def _flags_of(folder: Path, arm: str, seed: int, keep_models: bool) -> Line:
     """What is set for one run by itself."""
     ours = {"seed": seed, "run_name": f"{arm}-{seed}", "runs_dir": str(folder)}
-    return {**ARMS[arm], **ours, "measure_kl": True, "save_model": keep_models, "write_report": False}
+    kept = {"save_model": keep_models, "keep_checkpoints": keep_models, "write_report": False}
+    return {**ARMS[arm], **ours, "measure_kl": True, **kept}
 
 
 def show(found: Line, console: Console) -> None:

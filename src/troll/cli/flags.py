@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,10 +19,10 @@ from trl import ModelConfig
 from troll.adapters.trl import TROLLConfig
 from troll.errors import InputError
 from troll.runs.summary import one_line
-from troll.training.settings import RunSettings
+from troll.training.settings import DEFAULT_MODEL, RunSettings
 
 SHOWN = {  # what --help shows
-    "what to run": tuple(field.name for field in dataclasses.fields(RunSettings)),
+    "what to run": (*(field.name for field in dataclasses.fields(RunSettings)), "allow_changes"),
     "the trust region": (
         *("trust_region", "kl_bound", "regression_coef", "max_support", "tail", "advantage_estimator", "measure_kl"),
     ),
@@ -32,7 +33,8 @@ SHOWN = {  # what --help shows
     ),
     "more": ("config", "help", "help_all"),
 }
-_OWN = ("config", "resume", "dry_run", "run_name", "output_dir")  # not part of what a run is
+_OWN = ("config", "resume", "dry_run", "run_name", "output_dir", "allow_changes")  # not part of what a run is
+_FILES = ("data", "eval_data", "task", "model")  # flags that may be a file or a folder
 
 _INSTEAD = {  # flags of TRL that would do nothing here
     "model_name_or_path": "--model",
@@ -85,10 +87,21 @@ class Flags:
         self._show_all = first.help_all
         if first.config is not None:
             self._tokens = [*self._from_file(Path(first.config)), *self._tokens]
-        heads = {token.split("=")[0] for token in self._tokens}
-        self.said = {action.dest for action in self.parser._actions if heads & set(action.option_strings)}
+        self.said = self._heads()
         for name in sorted(self.said & _INSTEAD.keys()):
             raise InputError(f"--{name}, which has no effect here", "another flag for the same", _INSTEAD[name])
+
+    def over(self, path: Path) -> Flags:
+        """These flags, and those of a YAML file for what they do not say."""
+        both = copy.copy(self)
+        both._tokens = [*self._from_file(path), *self._tokens]
+        both.said = both._heads()
+        return both
+
+    def _heads(self) -> set[str]:
+        """Names of the flags that were said."""
+        heads = {token.split("=")[0] for token in self._tokens}
+        return {action.dest for action in self.parser._actions if heads & set(action.option_strings)}
 
     def run(self) -> RunSettings:
         """The part that says what to run."""
@@ -115,7 +128,12 @@ class Flags:
         """Every flag that was said, or has another default here than in TRL or TROLL, for ``config.yaml``."""
         values = vars(self._parse(self._tokens))
         decided = self.said | self._defaults.keys() | {name for name in values if values[name] != self._stock[name]}
-        return {name: _plain(values[name]) for name in values if name in decided and name not in _OWN}
+        return {name: value for name, value in self.values().items() if name in decided}
+
+    def values(self) -> dict[str, Any]:
+        """Every flag that is part of what a run is, as YAML takes it."""
+        values = vars(self._parse(self._tokens))
+        return anchored({name: _plain(value) for name, value in values.items() if name not in _OWN})
 
     def help(self, defaults: dict[str, Any]) -> str:
         """The flags that matter most, with these defaults; or all."""
@@ -190,6 +208,23 @@ class Flags:
         close = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=2)
         hint = " or ".join(close) if close else f"{self.parser.prog} --help_all"
         raise InputError(f"the unknown flag {flag} {where}", "a flag of this command or of TRL's GRPOConfig", hint)
+
+
+def anchored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same flags, whichever folder they are read in: files and models that exist here by their full path."""
+
+    def full(name: str, text: Any) -> Any:
+        if not isinstance(text, str) or text == DEFAULT_MODEL or (name == "task" and not text.endswith(".py")):
+            return text
+        path = Path(text)
+        return str(path.absolute()) if path.is_file() or (path / "config.json").is_file() else text
+
+    def reward(text: str) -> str:
+        place, colon, function = text.rpartition(":")
+        return f"{full('reward', place)}{colon}{function}"
+
+    found = {name: full(name, value) if name in _FILES else value for name, value in values.items()}
+    return found | {name: [reward(x) for x in found[name]] for name in ("reward",) if found.get(name)}
 
 
 def _as_tokens(action: argparse.Action, value: Any) -> list[str]:

@@ -11,11 +11,14 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from troll.checkpoints.changes import differences, refuse_changes
 from troll.cli.arguments import existing_folder
 from troll.cli.flags import Flags
 from troll.errors import InputError
 from troll.runs import Run, check_run_name, free_run_name
 from troll.runs.folder import CONFIG
+from troll.runs.listing import resumable_from
+from troll.runs.lock import locked
 from troll.runs.names import run_name_of
 from troll.runs.summary import sentences
 from troll.training.settings import DEFAULT_MODEL, ONLY_VERL, RunSettings, defaults
@@ -30,11 +33,13 @@ Fine-tune a language model on a task with verifiable rewards, with a trust regio
   troll train --task my_task.py                            your own prompts and reward
   troll train --config my.yaml --kl_bound 0.02             flags from a file, some of them changed
   troll train --dry_run                                    the settings, memory and time, and nothing else
-  troll train --resume arithmetic-troll                    go on with a run that was interrupted
+  troll train --resume arithmetic-troll                    go on with a run that was interrupted, or killed
+  troll train --resume x --kl_bound 0.1 --allow_changes    go on with it under other settings
   accelerate launch -m troll train …                       on several GPUs
   troll train --engine verl --nodes 8 --gpus_per_node 8    on a Ray cluster, with verl
 
-A run is a folder below --runs_dir: metrics.jsonl, config.yaml, the model, report.html. Ctrl-C saves and ends it.
+A run is a folder below --runs_dir: metrics.jsonl, config.yaml, the model, report.html. Ctrl-C saves and ends it;
+`troll runs` lists them all.
 Rollouts are used for several updates; with one, no trust region has anything to do.
 """
 
@@ -48,8 +53,9 @@ def run(argv: Sequence[str]) -> int:
         print(flags.help(defaults(DEFAULT_MODEL, {}, has_gpu())), end="")
         return 0
     settings, folder = flags.run(), None
+    changes: Sequence[str] = ()
     if settings.resume is not None:
-        folder, flags = _resumed(flags, settings)
+        folder, flags, changes = _resumed(flags, settings)
         settings = flags.run()
     _check_engine(flags, settings)
     quiet()
@@ -57,11 +63,11 @@ def run(argv: Sequence[str]) -> int:
     if settings.engine == "verl":
         from troll.cli import verl
 
-        return verl.run(flags, settings, folder, command)
+        return verl.run(flags, settings, folder, command, changes)
     from troll.training.progress import say
     from troll.training.run import execute
 
-    plan = plan_of(flags, settings, folder, command)
+    plan = plan_of(flags, settings, folder, command, changes)
     main = plan.args.process_index == 0
     if settings.dry_run:
         if main:
@@ -71,7 +77,12 @@ def run(argv: Sequence[str]) -> int:
     if main:
         say(console, f"{plan.task.name}: {plan.task.description}")
         say(console, f"{plan.model} → {plan.folder}")
-    finished = execute(plan, console)
+    try:
+        finished = execute(plan, console)
+    except KeyboardInterrupt:
+        if main:
+            say(console, stopped(plan.folder))
+        raise
     if main:
         for line in conclusion(finished, settings):
             say(console, line)
@@ -140,29 +151,27 @@ def options_of(pairs: Sequence[str]) -> Mapping[str, Any]:
     return options
 
 
-def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags]:
-    """The folder of a run and the flags it was started with."""
-    more = flags.said - {"resume", "runs_dir"}
-    if more:
-        given = ", ".join(f"--{name}" for name in sorted(more))
-        raise InputError(f"--resume with {given}", "the settings the run was started with", "--resume alone")
+def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags, list[str]]:
+    """The folder of a run, the flags it goes on with, and which of them it did not have."""
+    for name in ("run_name", "dry_run"):
+        if name in flags.said:
+            raise InputError(f"--resume with --{name}", "a run that has its name and settings", "--resume alone")
     folder = existing_folder(str(settings.resume), settings.runs_dir, "a run")
-    status = Run.open(folder).about["status"]
-    if status == "finished":
+    if Run.open(folder).about["status"] == "finished":
         raise InputError(f"the run {folder} to go on with, which is finished", "a run that is not", "a new run")
-    started = Flags(["--config", str(folder / CONFIG)])
-    if started.run().engine == "verl":
-        from troll.training.verl.launch import checkpoint_of as saved
+    if os.environ.get("RANK", "0") == "0":
+        with locked(folder):  # if somebody else has it, say so before anything is loaded
+            pass
+    both = flags.over(folder / CONFIG)
+    before, after = Flags(["--config", str(folder / CONFIG)]).values(), both.values()
+    after["runs_dir"] = before["runs_dir"]  # where it was looked for
+    if before["engine"] != after["engine"]:
+        raise InputError(f"--engine {after['engine']} for a run of {before['engine']}", "the same engine", "a new run")
+    refuse_changes(before, after, flags.value("allow_changes", False))
+    return folder, both, differences(before, after, everything=True)
 
-        saved(folder)
-    else:
-        from troll.training.run import checkpoint_of
 
-        checkpoint_of(folder)
-    return folder, started
-
-
-def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: str) -> Any:
+def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: str, changes: Sequence[str] = ()) -> Any:
     """The run that these flags ask for, in a new folder or in one to go on with: ``troll.training.run.Plan``."""
     from troll.models import load_config, resolve_model
     from troll.sandbox import admit_danger
@@ -188,7 +197,8 @@ def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: s
         name = flags.value("run_name", None)
         folder = _agreed(args, lambda: new_folder(Path(settings.runs_dir), name, settings.task, args.trust_region))
     args.output_dir, args.run_name = str(folder), folder.name
-    args.eval_on_start = args.eval_on_start and not resumes and args.eval_strategy != "no"
+    before_training = not (resumes and settings.engine == "verl") and args.eval_strategy != "no"
+    args.eval_on_start = args.eval_on_start and before_training
     path = resolve_model(settings.model)
     plan = Plan(
         folder=folder,
@@ -200,7 +210,9 @@ def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: s
         config=flags.resolved(),
         command=command,
         save_model=settings.save_model,
+        keep_checkpoints=flags.value("keep_checkpoints", settings.model != DEFAULT_MODEL),
         resumes=resumes,
+        changes=changes,
     )
     load_config(path, **plan.origin)
     return plan
@@ -267,10 +279,32 @@ def _prompt_tokens(prompts: Sequence[Any], tokenizer: Any) -> float:
 def conclusion(run: Run, settings: RunSettings) -> Iterator[str]:
     """What came of it, and what to do next."""
     if run.about["status"] == "interrupted":
-        yield f"Interrupted, with a checkpoint. Go on with: troll train --resume {shlex.quote(str(run.path))}"
+        yield f"Interrupted, with a checkpoint. Go on with: {_resume(run.path)}"
         return
     yield from sentences(run)
     if settings.write_report:
         from troll.report import write_report
 
-        yield f"Report: {write_report(run.path)}"
+        try:
+            yield f"Report: {write_report(run.path)}"
+        except KeyboardInterrupt:
+            yield f"The run is finished, its report is not written. Write it with: troll report {_quoted(run.path)}"
+            raise
+
+
+def stopped(folder: Path) -> str:
+    """What is left of a run that was stopped at once."""
+    if not folder.exists():
+        return "Stopped before the first update: nothing is kept."
+    step = resumable_from(folder)
+    if not step:
+        return f"Stopped at once, and there is no checkpoint. Begin again, from update 0, with: {_resume(folder)}"
+    return f"Stopped at once. The last good checkpoint is checkpoint-{step}. Go on with: {_resume(folder)}"
+
+
+def _resume(folder: Path) -> str:
+    return f"troll train --resume {_quoted(folder)}"
+
+
+def _quoted(folder: Path) -> str:
+    return shlex.quote(str(folder))

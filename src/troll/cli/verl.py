@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from troll.training.settings import RunSettings
 PLATFORM, CLUSTER = "VERL_PLATFORM", "RAY_ADDRESS"
 
 
-def run(flags: Flags, settings: RunSettings, folder: Path | None, command: str) -> int:
+def run(flags: Flags, settings: RunSettings, folder: Path | None, command: str, changes: Sequence[str] = ()) -> int:
     """Train with verl, or say what would be run."""
     from troll.cli.train import conclusion, plan_of
     from troll.training.progress import say
@@ -27,7 +28,7 @@ def run(flags: Flags, settings: RunSettings, folder: Path | None, command: str) 
     from troll.training.verl.refusals import config_of
 
     _check_machine(settings)
-    plan = plan_of(flags, settings, folder, command)
+    plan = plan_of(flags, settings, folder, command, changes)
     setup, request = setup_of(flags, settings, plan)
     plan = replace(plan, config=config_of(plan.config, setup))
     if settings.dry_run:
@@ -122,8 +123,5 @@ def _gpus(least: int = 1) -> int:
 def _how_to_go_on(folder: Path) -> str:
     from troll.training.verl.launch import checkpoint_of
 
-    try:
-        checkpoint_of(folder)
-    except InputError:
-        return "Interrupted, before the first checkpoint."
-    return f"Interrupted. Go on from the last checkpoint with: troll train --resume {shlex.quote(str(folder))}"
+    where = "from the last checkpoint" if checkpoint_of(folder) else "from update 0, as there is no checkpoint,"
+    return f"Interrupted. Go on {where} with: troll train --resume {shlex.quote(str(folder))}"

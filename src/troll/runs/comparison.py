@@ -49,9 +49,9 @@ def check_seeds(seeds: Sequence[int]) -> None:
 
 
 def begin(
-    folder: Path, labels: Mapping[str, str], seeds: Sequence[int], task: Line, model: Line, **more: bool | int
+    folder: Path, labels: Mapping[str, str], seeds: Sequence[int], task: Line, model: Line, **more: bool | int | str
 ) -> None:
-    """Write down what will be compared: arm → label, and the seeds of each."""
+    """Write down in a folder what will be compared: arm → label, and the seeds of each."""
     arms = [{"arm": arm, "label": label, "runs": [f"{arm}-{seed}" for seed in seeds]} for arm, label in labels.items()]
     about = {"format": FORMAT, "name": folder.name, "task": task, "model": model, "seeds": list(seeds), "arms": arms}
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from troll.checkpoints.files import write_whole
 from troll.errors import InputError
 
 FORMAT = 1
@@ -97,10 +98,8 @@ class Comparison:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_bytes(_encoded(value, indent=1))
-    part.replace(path)
+    """Write a file whole or not at all, also if the machine loses its power."""
+    write_whole(path, _encoded(value, indent=1))
 
 
 def append_line(path: Path, value: Line) -> None:

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from safetensors import SafetensorError
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from troll.adapters.trl import TROLLConfig
+from troll.adapters.trl.checkpoints import ABOUT as STATE
+from troll.adapters.trl.identity import identity
+from troll.adapters.trl.interrupt import StopOnSignal
+from troll.adapters.trl.renew import renew
+from troll.checkpoints import Found, checkpoints, recover
+from troll.checkpoints.changes import differences, refuse
+from troll.checkpoints.files import write_whole
 from troll.errors import InputError
 from troll.models import load_tokenizer
 from troll.runs import Run, write_json
 from troll.runs.arms import arm_of
-from troll.runs.folder import ABOUT, CONFIG, FORMAT
+from troll.runs.folder import ABOUT, CONFIG, FORMAT, Line
+from troll.runs.lock import locked
 from troll.runs.summary import one_line
+from troll.runs.whole import begun_whole, put_in_place, staged_beside
 from troll.tasks import Task
 from troll.training import facts
 from troll.training.evaluate import stop_token
-from troll.training.interrupt import Interrupt
-from troll.training.progress import ShowProgress
+from troll.training.progress import ShowProgress, say
 from troll.training.recorder import RecordedTrainer
 
 MODEL = "model"
-_LAST_FILE = "trainer_state.json"
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,11 @@ class Plan:
     """The flags that make the same run again."""
     command: str
     save_model: bool = True
+    keep_checkpoints: bool = True
+    """Whether they stay when the run has finished."""
     resumes: bool = False
+    changes: Sequence[str] = ()
+    """What was said for a resumed run that differs from what it had."""
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -59,43 +72,83 @@ class Plan:
         return {"revision": self.model_config.model_revision, "trust_remote_code": self.args.trust_remote_code}
 
 
-def checkpoint_of(folder: Path) -> str:
-    """The newest checkpoint of a run; without its last file, the trainer's state, it was not written to the end."""
-    found = {int(path.parent.name.partition("-")[2]): path.parent for path in folder.glob(f"checkpoint-*/{_LAST_FILE}")}
-    if not found:
-        raise InputError(
-            f"the run {folder} to go on with", "a run with a checkpoint", "starting it anew without --resume"
-        )
-    return str(found[max(found)])
-
-
 def execute(plan: Plan, console: Console) -> Run:
     """Train as planned. An interrupted run ends with a checkpoint; one that fails before an update leaves nothing."""
     main = plan.args.process_index == 0
-    if main:
-        begin(plan)
-    with _status(plan, main), Interrupt() as interrupt:
+    with begun(plan) if main else nullcontext(), _status(plan, main) as goes_on, StopOnSignal() as stop:
+        found = _found(plan, main)
+        if main and plan.resumes:
+            for sentence in _where(plan, found):
+                say(console, sentence)
+        plan.args.eval_on_start = plan.args.eval_on_start and found.path is None
+        goes_on.found, goes_on.accepted = found, _accepted(plan, found)
+        plan.args.allow_changes = plan.args.allow_changes or bool(goes_on.accepted)
         trainer, own_stops = _build(plan)
-        if main:
-            note(plan.folder, model={"name": plan.model, "parameters": trainer.model.num_parameters()})
         shown = ShowProgress(console)
-        for callback in (shown, interrupt):
+        goes_on.trainer = trainer
+        for callback in (goes_on, shown, stop):
             trainer.add_callback(callback)
         for stock in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(stock)
         try:
-            trainer.train(resume_from_checkpoint=checkpoint_of(plan.folder) if plan.resumes else None)
-            if trainer.eval_dataset is not None and not interrupt.stopped:
+            trainer.train(resume_from_checkpoint=None if found.path is None else str(found.path))
+            if trainer.eval_dataset is not None and not stop.stopped:
                 _evaluate_last(trainer)
         finally:
             shown.close()
-        if plan.save_model and not interrupt.stopped:
-            trainer.model.generation_config.eos_token_id = own_stops  # it ends where it did before this task
-            trainer.save_model(str(plan.folder / MODEL))
-    if main:
-        status = "interrupted" if interrupt.stopped else "finished"
-        note(plan.folder, status=status, finished=now(), seconds=trainer.seconds)
+        if plan.save_model and not stop.stopped:
+            _save_model(plan.folder / MODEL, trainer, own_stops)
+        if main:
+            status = "interrupted" if stop.stopped else "finished"
+            note(plan.folder, status=status, finished=now(), seconds=trainer.seconds)
+            if not stop.stopped and not plan.keep_checkpoints:
+                for checkpoint in checkpoints(plan.folder).values():
+                    shutil.rmtree(checkpoint, ignore_errors=True)
     return Run(plan.folder)
+
+
+def _found(plan: Plan, main: bool) -> Found:
+    """Where to go on from; the first process looks, all take the same."""
+    if not plan.resumes:
+        return Found()
+    found: Found = broadcast_object_list([recover(plan.folder) if main else None])[0]
+    return found
+
+
+def _where(plan: Plan, found: Found) -> Iterator[str]:
+    """From where a run goes on, and why not from later on."""
+    yield from (f"{sentence}." for sentence in found.rejected)
+    if found.path is not None:
+        yield f"Going on from {found.path.name}."
+        return
+    yield "There is no checkpoint to go on from: the run begins again, from update 0."
+    if plan.args.save_strategy == "no":
+        yield "It keeps none (save_strategy: no): --save_strategy steps --save_steps 32 keeps one every 32 updates."
+
+
+def _accepted(plan: Plan, found: Found) -> set[str]:
+    """Changes that an earlier resume went on with and that no checkpoint has seen yet: it was killed before."""
+    changes = Run(plan.folder).about.get("changes", []) if plan.resumes and not plan.args.allow_changes else []
+    return {line for change in changes if change["step"] >= found.step for line in change["differences"]}
+
+
+def _save_model(place: Path, trainer: RecordedTrainer, own_stops: Any) -> None:
+    """The trained model, whole or not at all; an older one makes room."""
+    trainer.model.generation_config.eos_token_id = own_stops  # it ends where it did before this task
+    main = trainer.accelerator.is_main_process
+    try:
+        staged = staged_beside(place) if main else place.with_name(f".{place.name}.new")
+        trainer.accelerator.wait_for_everyone()
+        trainer.save_model(str(staged))
+        trainer.accelerator.wait_for_everyone()
+        if main:
+            put_in_place(staged, place)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"the trained model, which cannot be written to {place} ({getattr(error, 'strerror', None) or error})",
+            "a folder that can be written, with room for it",
+            f"mending that, then --resume {place.parent}: nothing is trained again",
+        ) from error
 
 
 def _evaluate_last(trainer: RecordedTrainer) -> None:
@@ -164,55 +217,112 @@ def _end_at(stop: str, model: Any, tokenizer: Any, args: TROLLConfig) -> None:
         args.generation_kwargs = {**(args.generation_kwargs or {}), "stop_token_ids": [token]}
 
 
+@contextmanager
+def begun(plan: Plan) -> Iterator[None]:
+    """The folder of a run, made if it is a new one, and locked."""
+    if not plan.resumes:
+        begin(plan)
+    with locked(plan.folder):
+        yield
+
+
 def begin(plan: Plan) -> None:
-    """The files that are there from the start."""
-    if plan.resumes:
-        note(plan.folder, status="running", finished=None)
-        return
-    try:
-        plan.folder.mkdir(parents=True)
-    except FileExistsError:
-        raise InputError(f"the run {plan.folder}, which another one has just begun", "a new name", "again") from None
-    except OSError as error:
-        raise InputError(f"{plan.folder}, which cannot be made ({error.strerror})", "a folder", "--runs_dir") from None
+    """The files that are there from the start, all of them or no folder."""
+    about = {
+        "format": FORMAT,
+        "name": plan.folder.name,
+        "status": "running",
+        "started": now(),
+        "finished": None,
+        "seconds": 0.0,
+        "command": plan.command,
+        "seed": plan.args.seed,
+        "task": {"name": plan.task.name, "description": plan.task.description},
+        "model": {"name": plan.model},
+        **_settings(plan),
+        "git": facts.git_state(),
+        "machine": facts.machine(),
+    }
+    with begun_whole(plan.folder) as staged:
+        write_json(staged / ABOUT, about)
+        write_whole(staged / CONFIG, _config(plan))
+
+
+def go_on(plan: Plan, step: int, changes: Sequence[str] = ()) -> None:
+    """Write down that a run is going on, from which update, and what it does otherwise from there on."""
+    about = {name: value for name, value in Run(plan.folder).about.items() if name != "error"}
+    about |= {"status": "running", "finished": None}
+    if changes:
+        new = _settings(plan)
+        new["settings"]["eval_on_start"] = about["settings"].get("eval_on_start")
+        change = {"step": step, "when": now(), "differences": list(changes)}
+        about |= {**new, "seed": plan.args.seed, "changes": [*about.get("changes", []), change]}
+        write_whole(plan.folder / CONFIG, _config(plan))
+    write_json(plan.folder / ABOUT, about)
+
+
+def _settings(plan: Plan) -> Line:
+    """The part of ``run.json`` that a resume may change."""
     settings = {name: value for name, value in plan.args.to_dict().items() if not name.startswith(("push_", "hub_"))}
     arm, label = arm_of(settings)
-    write_json(
-        plan.folder / ABOUT,
-        {
-            "format": FORMAT,
-            "name": plan.folder.name,
-            "status": "running",
-            "started": now(),
-            "finished": None,
-            "seconds": 0.0,
-            "command": plan.command,
-            "seed": plan.args.seed,
-            "task": {"name": plan.task.name, "description": plan.task.description},
-            "model": {"name": plan.model},
-            "arm": arm,
-            "arm_label": label,
-            "settings": settings,
-            "versions": facts.versions(),
-            "git": facts.git_state(),
-            "machine": facts.machine(),
-        },
-    )
-    (plan.folder / CONFIG).write_text(yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True), encoding="utf-8")
+    return {"arm": arm, "arm_label": label, "settings": settings, "versions": facts.versions()}
+
+
+def _config(plan: Plan) -> bytes:
+    return yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True).encode()
+
+
+class _GoesOn(TrainerCallback):
+    """Writes down that a run goes on once nothing has refused it, and how many updates it will have."""
+
+    def __init__(self, plan: Plan, main: bool) -> None:
+        self.plan, self.main = plan, main
+        self.began = False
+        self.trainer: Any = None
+        self.found = Found()
+        self.accepted: set[str] = set()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        changes = self._changes()
+        if self.accepted:
+            refuse([change for change in changes if change not in self.accepted])
+        if changes and self.found.path is not None:
+            renew(self.trainer)
+        self.began = True
+        if not self.main:
+            return
+        plan = self.plan
+        if plan.resumes:
+            go_on(plan, state.global_step, [x for x in changes if x not in self.accepted])
+        parameters = self.trainer.model.num_parameters()
+        note(plan.folder, max_steps=state.max_steps, model={"name": plan.model, "parameters": parameters})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After the last update there is none left to lose but those since the last checkpoint."""
+        if state.global_step >= state.max_steps and not self.plan.keep_checkpoints:
+            control.should_save = False
+
+    def _changes(self) -> list[str]:
+        """What was said, and what the trainer has let pass."""
+        if self.found.path is None:
+            return list(self.plan.changes)
+        before = json.loads((self.found.path / STATE).read_bytes())["identity"]
+        passed = differences(before, identity(self.trainer))
+        return [*self.plan.changes, *(x for x in passed if x not in self.plan.changes)]
 
 
 @contextmanager
-def _status(plan: Plan, main: bool) -> Iterator[None]:
-    """Write down how it ended if it did not end well."""
+def _status(plan: Plan, main: bool) -> Iterator[_GoesOn]:
+    """Write down how it ended if it did not end well; a run that could not be gone on with stays as it was."""
+    goes_on = _GoesOn(plan, main)
     try:
-        yield
+        yield goes_on
     except BaseException as error:
-        if main:
-            if not Run(plan.folder).metrics() and not plan.resumes:
-                shutil.rmtree(plan.folder)
-            else:
-                stopped = isinstance(error, KeyboardInterrupt)
-                status = "interrupted" if stopped else "failed"
+        if main and not plan.resumes and not Run(plan.folder).metrics():
+            shutil.rmtree(plan.folder)
+        elif main and (goes_on.began or not plan.resumes):
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            with suppress(OSError):  # a full disk, and then it is the error that counts
                 note(plan.folder, status=status, finished=now(), seconds=_seconds(plan.folder), error=str(error))
         raise
 

@@ -44,7 +44,10 @@ class RunSettings:
     runs_dir: str = field(default="runs", metadata={"help": "The folder that has one folder per run."})
     resume: str | None = field(
         default=None,
-        metadata={"help": "Go on with this run (its name, or its folder), with the settings it has."},
+        metadata={
+            "help": "Go on with this run (its name, or its folder), with the settings it has; with others only if "
+            "--allow_changes."
+        },
     )
     dry_run: bool = field(
         default=False,
@@ -63,6 +66,10 @@ class RunSettings:
     rollout: Literal["vllm", "sglang"] = field(default="vllm", metadata={"help": "With verl: what generates."})
     verl_overrides: list[str] = field(default_factory=list, metadata={"help": "With verl: its own keys, key=value."})
     save_model: bool = field(default=True, metadata={"help": "Keep the trained model with the run."})
+    keep_checkpoints: bool = field(
+        default=True,
+        metadata={"help": "Keep them when the run has finished; of smollm2-135m, only if you say so."},
+    )
     write_report: bool = field(default=True, metadata={"help": "Write report.html at the end."})
 
 
@@ -82,6 +89,7 @@ GENERAL: dict[str, Any] = {
     "eval_steps": 32,
     "eval_on_start": True,
     "num_generations_eval": 1,
+    "save_steps": 32,
     "save_total_limit": 2,
     "seed": 0,
 }
@@ -98,7 +106,8 @@ SMALL: dict[str, Any] = {
     "eval_steps": 40,
     "per_device_eval_batch_size": 64,
     "gradient_checkpointing": False,
-    "save_strategy": "no",
+    "save_steps": 40,
+    "save_total_limit": 1,
 }
 """For the embedded model: rollouts of 64 completions, 8 updates on each, minutes on a laptop. With so few completions,
 the regression term at 1, the default, outweighs what is learnt (``experiments/regression``)."""

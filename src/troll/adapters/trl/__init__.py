@@ -2,8 +2,9 @@
 
 Four methods of TRL's trainer are wrapped, none is copied (``trainer``): scoring a rollout also records the sparse old
 policy (``rollout``), scoring an update returns projected log-probabilities (``scoring``), the loss gets the regression
-term, and advantages may come from another estimator (``estimators``). TRL's forward, masks, aggregation, reference KL,
-logging and checkpoints are its own.
+term, and advantages may come from another estimator (``estimators``). TRL's forward, masks, aggregation, reference KL
+and logging are its own. Around it stand checkpoints that survive and are exact (``checkpoints``), and guards for what
+goes wrong in a long run (``guards``).
 """
 
 try:
@@ -12,6 +13,7 @@ except ImportError as error:
     raise ImportError("troll.adapters.trl needs TRL: pip install 'troll-rl[trl]'") from error
 
 from troll.adapters.trl.config import TROLLConfig
+from troll.adapters.trl.interrupt import StopOnSignal
 from troll.adapters.trl.trainer import TROLLTrainer
 
-__all__ = ["TROLLConfig", "TROLLTrainer"]
+__all__ = ["StopOnSignal", "TROLLConfig", "TROLLTrainer"]

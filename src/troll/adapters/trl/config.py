@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from trl import GRPOConfig
 
 from troll.adapters.trl.estimators import Estimator
+from troll.adapters.trl.rewards import RewardErrors
 from troll.errors import InputError, require_choice
 from troll.objective import check_regression_coef
 from troll.policy import Tail, check_support
@@ -86,14 +87,43 @@ class TROLLConfig(GRPOConfig):
             "too, at the cost of scoring as 'troll' does. Does not change the training."
         },
     )
+    allow_changes: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume although settings, code or data differ from those the checkpoint was made with; if not, "
+            "the differences are shown and the run is refused."
+        },
+    )
+    max_skipped_updates: int = field(
+        default=3,
+        metadata={
+            "help": "An update with a loss or gradient that is not finite is skipped, its batches written to the "
+            "folder 'skipped'. After this many of them in a run, the next one stops it. 0 stops at the first."
+        },
+    )
+    reward_errors: RewardErrors = field(
+        default="stop",
+        metadata={
+            "help": "What becomes of a reward function that raises or returns what is no finite number: 'stop' ends "
+            "the run and names it; 'mask' leaves the completions out, with advantage 0 and in no baseline, and counts "
+            "them in troll/unscored_completions. None leaves a completion out in both cases."
+        },
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "Whether to disable dropout in the model. With dropout the old policy is not reproducible."},
     )
 
     def __post_init__(self) -> None:
-        for name, choices in (("trust_region", TrustRegion), ("tail", Tail), ("advantage_estimator", Estimator)):
+        for name, choices in (
+            ("trust_region", TrustRegion),
+            ("tail", Tail),
+            ("advantage_estimator", Estimator),
+            ("reward_errors", RewardErrors),
+        ):
             require_choice(name, getattr(self, name), get_args(choices))
+        if self.max_skipped_updates < 0:
+            raise InputError(f"max_skipped_updates={self.max_skipped_updates}", "at least 0", "3, the default")
         check_kl_bound(self.kl_bound)
         check_regression_coef(self.regression_coef)
         check_support(self.max_support, self.tail_mass)

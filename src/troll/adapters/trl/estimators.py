@@ -8,21 +8,8 @@ import torch
 from torch import Tensor
 
 from troll import advantages
-from troll.errors import InputError
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
-
-
-def check_rewards(rewards_per_func: Tensor, names: list[str]) -> None:
-    """Refuse an infinite reward: it would make every advantage of its group 0 or NaN, and TRL goes on with 0."""
-    infinite = rewards_per_func.isinf()
-    if bool(infinite.any()):
-        sample, func = infinite.nonzero()[0].tolist()
-        raise InputError(
-            f"reward {float(rewards_per_func[sample, func])} from {names[func]!r} for completion {sample}",
-            "finite rewards, or None for a completion that cannot be scored",
-            "looking at that completion with log_completions=True",
-        )
 
 
 def estimate(estimator: Estimator, rewards: Tensor, group_size: int, loss_mask: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +15,21 @@ from trl import GRPOTrainer
 
 from troll.adapters.dropout import check_dropout
 from troll.adapters.trl import rollout, startup
+from troll.adapters.trl.checkpoints import Checkpointed
 from troll.adapters.trl.config import TROLLConfig
-from troll.adapters.trl.estimators import check_rewards, estimate
+from troll.adapters.trl.dumps import REWARDS
+from troll.adapters.trl.estimators import estimate
+from troll.adapters.trl.guards import Guarded
 from troll.adapters.trl.passes import Constrain, RecordOld
 from troll.adapters.trl.scoring import Pass, Scorer
 from troll.doubts import resolve
+from troll.errors import InputError
 from troll.objective import Aggregation, TokenStats, aggregate, summarise
 
 logger = get_logger(__name__)
 
 
-class TROLLTrainer(GRPOTrainer):
+class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
     """Train as with ``GRPOTrainer``, and keep every token's distribution within ``kl_bound`` of the rollout's.
 
     Takes what ``GRPOTrainer`` takes, with ``args`` a ``TROLLConfig``; does what it does, with the same methods,
@@ -65,7 +68,6 @@ class TROLLTrainer(GRPOTrainer):
         startup.check_args(args)
         self._pass: Pass | None = None
         self._rewards: Tensor | None = None
-        self._sampler: rollout.Sampler | None = None
         super().__init__(model, reward_funcs, args, *rest, **named)
         if args.trust_region != "clip":
             self.epsilon_low = self.epsilon_high = math.inf  # TRL's clip becomes the identity
@@ -87,6 +89,9 @@ class TROLLTrainer(GRPOTrainer):
             output[rollout.OLD_POLICY] = record.of(output["old_per_token_logps"])
         if self.args.advantage_estimator != "grpo":
             output["advantages"] = self._advantages(_loss_mask(output))
+        if self._mode == "train":
+            size = len(output["completion_ids"])
+            output[REWARDS] = self._weighed_rewards[self.accelerator.process_index * size :][:size]
         return output
 
     def _get_per_token_logps_and_entropies(
@@ -113,7 +118,10 @@ class TROLLTrainer(GRPOTrainer):
                 loss = super()._compute_loss(model, inputs)
             if step.regression is not None:
                 loss = loss + self.args.regression_coef * self._aggregate(step.regression, mask, inputs)
-            resolve(step.doubts)
+            try:
+                resolve(step.doubts)
+            except InputError as error:
+                self._forgive(error, step)
             self._report(step, inputs)
         if self.args.trust_region != "clip":  # always zero without a clip
             for name in [name for name in self._metrics[self._mode] if name.startswith("clip_ratio/")]:
@@ -122,7 +130,6 @@ class TROLLTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*args, **named)
-        check_rewards(rewards, self.reward_func_names)
         self._rewards = rewards
         return rewards
 
@@ -161,15 +168,20 @@ class TROLLTrainer(GRPOTrainer):
         longest = self.max_completion_length if self.loss_type == "dr_grpo" else None
         return aggregate(values, mask, rules[self.loss_type], max_length=longest, total=len(values)) / accumulation
 
-    def _advantages(self, loss_mask: Tensor) -> Tensor:
-        """Advantages of this process's samples, from the rewards of all."""
+    @property
+    def _weighed_rewards(self) -> Tensor:
+        """Of each sample of all processes, weighed and added; NaN where no function could score it."""
         rewards, weights = self._rewards, self.reward_weights
         assert rewards is not None
         unscorable = rewards.isnan().all(1)
-        summed = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(unscorable, math.nan)
+        weighed: Tensor = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(unscorable, math.nan)
+        return weighed
+
+    def _advantages(self, loss_mask: Tensor) -> Tensor:
+        """Advantages of this process's samples, from the rewards of all."""
         masks = self._gather(loss_mask)
         size = self.num_generations if self.model.training else self.num_generations_eval
-        advantages = estimate(self.args.advantage_estimator, summed, size, masks)
+        advantages = estimate(self.args.advantage_estimator, self._weighed_rewards, size, masks)
         shown = advantages if advantages.dim() == 1 else advantages.gather(1, masks.int().argmax(1, keepdim=True))[:, 0]
         for _ in range(min(len(shown), len(self._logs["advantages"]))):  # TRL has logged its own
             self._logs["advantages"].pop()
@@ -209,62 +221,13 @@ class TROLLTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
         """As TRL, which averages over forward passes; of our extremes the extreme, of our counts the sum."""
-        reductions: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "unconverged_tokens": sum}
+        sums = dict.fromkeys(("unconverged_tokens", "unscored_completions"), sum)
+        reductions: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, **sums}
         for name, values in self._metrics[self._mode].items():
             reduce = reductions.get(name.rsplit("/")[-1]) if name.startswith("troll/") else None
             if reduce is not None and values:
                 values[:] = [reduce(values)]
         super().log(logs, *args, **named)
-
-    # ------------------------------------------------------------------ checkpoints inside a rollout
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self._buffered_inputs is None:
-            return
-        sampler = None
-        if self._sampler is not None:  # the next epoch draws an order, the one that goes on draws its own again
-            sampler = self._sampler.state if float(self.state.epoch).is_integer() else self._sampler.before
-        path = Path(output_dir) / rollout.file_name(self.accelerator.process_index)
-        rollout.save(path, self._buffered_inputs, self._facts, sampler)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        path = Path(checkpoint) / rollout.file_name(self.accelerator.process_index)
-        if not path.exists():
-            logger.warning(f"{path} is missing: if the checkpoint is inside a rollout, another one is generated.")
-            return
-        saved = rollout.facts(path)
-        state = rollout.sampler(path)
-        if state is not None and self._sampler is not None:
-            self._sampler.resume(state)
-        if {**saved, "step": 0} != {**self._facts, "step": 0}:
-            logger.warning(f"The rollout in {path} was made on another schedule ({saved}) and is generated again.")
-            return
-        self._step = int(saved["step"])
-        self._buffered_inputs = rollout.load(path, self.accelerator.device)
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._sampler = rollout.Sampler(super()._get_train_sampler(dataset))
-        return self._sampler
-
-    @property
-    def _facts(self) -> dict[str, float]:
-        """Where in which schedule this process is, and what the batches of a rollout are made for."""
-        return {
-            "step": self._step,
-            "steps_per_generation": self.args.steps_per_generation,
-            "num_iterations": self.num_iterations,
-            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
-            "batch": self.args.per_device_train_batch_size,
-            "processes": self.accelerator.num_processes,
-            "temperature": self.temperature,
-            "old_policy": int(self._needs_old_policy),
-            "reference": int(self.beta != 0),
-            "correction": int(self.use_vllm and self.vllm_importance_sampling_correction),
-        }
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

@@ -19,12 +19,14 @@ from typing import Any
 
 from rich.console import Console
 
+from troll.adapters.trl.interrupt import SIGNALS
 from troll.errors import InputError
 from troll.runs import Run, append_line
 from troll.runs.folder import METRICS
 from troll.runs.summary import one_line
+from troll.runs.whole import put_in_place
 from troll.training.progress import ShowProgress, say
-from troll.training.run import MODEL, Plan, begin, note, now
+from troll.training.run import MODEL, Plan, begun, go_on, note, now
 from troll.training.verl.data import STOP, write_stop, write_task
 from troll.training.verl.keys import CHECKPOINTS, DATA, keeps_model, overrides
 from troll.training.verl.metrics import Translator, logs, read_new, translate
@@ -67,20 +69,28 @@ def next_log(folder: Path) -> Path:
 
 
 def checkpoint_of(folder: Path) -> int:
-    """The rollout after which verl last saved."""
+    """The rollout after which verl last saved; 0 if it has not."""
     try:
         return int((folder / CHECKPOINTS / _LATEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise InputError(
-            f"the run {folder} to go on with", "a run with a checkpoint of verl", "starting it anew without --resume"
-        ) from None
+        return 0
 
 
 def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
     """Train as planned. The files that verl reads are written first; those it writes stay, whatever becomes of it."""
-    begin(plan)
+    with begun(plan):
+        if plan.resumes:
+            saved = checkpoint_of(plan.folder)
+            go_on(plan, saved * setup.updates, plan.changes)
+            none = "There is no checkpoint to go on from: the run begins again, from update 0."
+            say(console, f"Going on from rollout {saved}." if saved else none)
+        return _execute(plan, setup, request, console)
+
+
+def _execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
     engine = {name: metadata.version(name) for name in ("verl", "ray")}
-    note(plan.folder, engine="verl", versions={**Run(plan.folder).about["versions"], **engine})
+    versions = {**Run(plan.folder).about["versions"], **engine}
+    note(plan.folder, engine="verl", versions=versions, max_steps=setup.rollouts * setup.updates)
     try:
         _write(plan, setup, request)
     except BaseException:
@@ -129,7 +139,7 @@ def _follow(child: subprocess.Popen[bytes], plan: Plan, setup: Setup, console: C
     translator = Translator(setup.updates, setup.args.trust_region == "clip", _seconds(plan.folder))
     path, place, shown = Path(setup.environment[FILE_LOGGER]), 0, ShowProgress(console)
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=setup.rollouts * setup.updates)
-    state.global_step = checkpoint_of(plan.folder) * setup.updates if plan.resumes else 0
+    state.global_step = checkpoint_of(plan.folder) * setup.updates
     shown.on_train_begin(setup.args, state, None)
     try:
         while True:
@@ -155,7 +165,7 @@ class _Stopper:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Stopper:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             self._before[number] = signal.signal(number, self._catch)
         signal.signal(signal.SIGALRM, self._catch)
         return self
@@ -218,8 +228,8 @@ def _keep_model(plan: Plan, setup: Setup, console: Console) -> None:
         return  # not asked for; or not saved, by an override
     actor = plan.folder / CHECKPOINTS / f"global_step_{checkpoint_of(plan.folder)}" / "actor"
     if keeps_model(setup) and any((actor / "huggingface").glob("*.safetensors")):
-        shutil.move(actor / "huggingface", plan.folder / MODEL)
-        if plan.args.save_strategy == "no":
+        put_in_place(actor / "huggingface", plan.folder / MODEL)
+        if plan.args.save_strategy == "no" or not plan.keep_checkpoints:
             shutil.rmtree(plan.folder / CHECKPOINTS)
     else:
         merge = f"--backend fsdp --local_dir {actor} --target_dir {plan.folder / MODEL}"

@@ -10,7 +10,10 @@ from troll.errors import InputError
 from troll.training.verl.keys import DTYPES, KEYS, LOSS_TYPES, SCHEDULES
 from troll.training.verl.setup import Setup, value_of
 
-OWN = ("config", "help", "help_all", "engine", "dry_run", "write_report", "verl_overrides")
+OWN = (
+    *("config", "help", "help_all", "engine", "dry_run", "write_report", "verl_overrides"),
+    *("allow_changes", "keep_checkpoints"),
+)
 """Flags that are not for verl."""
 LOGGERS = ("clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
