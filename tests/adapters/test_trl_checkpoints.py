@@ -217,8 +217,10 @@ def test_changed_settings_are_refused_with_the_difference(tmp_path: Path, caplog
     with pytest.raises(InputError, match=r"learning_rate: 0.01 → 0.02.*allow_changes"):
         run(tmp_path, learning_rate=0.02).train(resume_from_checkpoint=True)
     with caplog.at_level(logging.WARNING, "troll"):
-        run(tmp_path, learning_rate=0.02, allow_changes=True).train(resume_from_checkpoint=True)
+        again = run(tmp_path, learning_rate=0.02, allow_changes=True)
+        again.train(resume_from_checkpoint=True)
     assert "goes on with a change: learning_rate: 0.01 → 0.02" in caplog.text
+    assert [x["learning_rate"] for x in logs(again) if "learning_rate" in x] == [0.01, 0.01, 0.02, 0.02]
 
 
 def test_a_changed_reward_and_changed_data_are_refused(tmp_path: Path) -> None:
@@ -241,6 +243,7 @@ FAILURES: dict[str, Callable[[], Exception]] = {
     "full": lambda: OSError(errno.ENOSPC, "No space left on device"),
     "read-only": lambda: OSError(errno.EROFS, "Read-only file system"),
     "safetensors": lambda: SafetensorError("I/O error: No space left on device (os error 28)"),
+    "tokenizers": lambda: Exception("No space left on device (os error 28)"),
     "torch": lambda: RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
 }
 

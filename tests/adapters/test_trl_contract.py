@@ -24,7 +24,6 @@ from trl.kernels import ChunkedLogProbFunction
 from trl_cases import stock_trainer, trainer
 
 from troll.adapters.trl import TROLLTrainer
-from troll.adapters.trl import trainer as trainer_module
 from troll.adapters.trl.passes import Constrain, RecordOld
 from troll.adapters.trl.scoring import Forward, Scorer, Scores, _rows
 
@@ -56,9 +55,44 @@ WRAPPED = {
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     "_get_train_sampler": ["self", "dataset"],
     "log": ["self", "logs"],
+    "train": ["self", "resume_from_checkpoint"],
+    "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
+    "_generate": ["self", "prompts"],
+    "_prepare_inputs": ["self", "generation_batch"],
+    "compute_loss": ["self", "model", "inputs"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "_clip_grad_norm": ["self", "model"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
+    "_get_output_dir": ["self", "trial"],
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_save_scaler": ["self", "output_dir"],
+    "_save_rng_state": ["self", "output_dir"],
+    "_load_rng_state": ["self", "checkpoint"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_issue_warnings_after_load": ["self", "load_result"],
+    "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_run_epoch": ["self", "model", "epoch"],
     "__init__": ["self", "model", "reward_funcs", "args"],
 }
-PASSED_ON = ("_get_per_token_logps_and_entropies", "log", "__init__")  # with *rest and **named of ours
+PASSED_ON = (  # with *rest and **named of ours
+    *("_get_per_token_logps_and_entropies", "log", "train", "compute_loss", "_run_epoch", "__init__"),
+)
+OURS = [kind for kind in TROLLTrainer.__mro__ if kind.__module__.startswith("troll.")]
+STATE = {  # attributes that are not methods
+    *(
+        "_pass",
+        "_rewards",
+        "_sampler",
+        "_staged",
+        "_seals",
+        "_to_push",
+        "_resumed",
+        "_renamed",
+        "_identity",
+        "_changed",
+    ),
+    *("_makes_optimizer", "_update", "_told", "guards"),
+}
 
 
 @pytest.mark.parametrize("method", WRAPPED)
@@ -76,7 +110,7 @@ def test_a_wrapped_method_of_TRL_takes_what_we_pass_and_ours_takes_what_TRL_pass
 
 def test_what_we_do_not_wrap_has_a_name_that_TRL_does_not_use() -> None:
     named = {"_tag_names", "_name", "_paper"}  # what TRL writes into a model card
-    ours = {name for name in vars(TROLLTrainer) if not name.startswith("__")} | {"_pass", "_rewards", "_sampler"}
+    ours = {name for kind in OURS for name in vars(kind) if not name.startswith("__")} | STATE
     assert {name for name in ours if hasattr(GRPOTrainer, name)} == {*WRAPPED, *named} - {"__init__"}
 
 
@@ -99,17 +133,18 @@ def test_every_attribute_our_trainer_reads_is_one_of_TRLs_trainer_and_means_what
     seen.trainer = stock
     stock.add_callback(seen)
     stock.train()
-    code = ast.parse(inspect.getsource(trainer_module))
+    codes = [ast.parse(inspect.getsource(kind)) for kind in OURS]
     read = {
         node.attr
+        for code in codes
         for node in ast.walk(code)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
     }
     known = {"epsilon_low", "epsilon_high", "_metrics", "_logs", "_buffered_inputs", "_step", "reward_weights"}
     assert known | {"current_gradient_accumulation_steps", "num_generations_eval"} <= read  # the source is read rightly
-    own = {*vars(TROLLTrainer), "_pass", "_rewards", "_sampler"} - set(WRAPPED)
+    own = {name for kind in OURS for name in vars(kind)} - set(WRAPPED) | STATE
     assert {name for name in read - own if not hasattr(stock, name)} == set()
-    assert not {"_pass", "_rewards", "_sampler"} & vars(stock).keys()
+    assert not STATE & vars(stock).keys()
 
     assert (stock.epsilon_low, stock.epsilon_high) == (0.1, 0.3)
     assert stock._step == 2  # passes, not updates

@@ -295,7 +295,7 @@ def test_the_first_pass_gives_the_log_probabilities_that_TRL_would_have_as_old(t
         assert torch.equal(mine["completion_ids"], theirs["completion_ids"])
         # Log-probabilities of up to 9 from fp32 sums over 263 tokens in another order.
         torch.testing.assert_close(mine["old_per_token_logps"], theirs["old_per_token_logps"], rtol=0, atol=3e-6)
-        assert mine.keys() - theirs.keys() == {rollout.OLD_POLICY}
+        assert mine.keys() - theirs.keys() == {rollout.OLD_POLICY, "troll_rewards"}
 
 
 def test_the_first_update_on_a_rollout_has_a_ratio_of_one(tmp_path: Path) -> None:

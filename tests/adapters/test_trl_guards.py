@@ -194,7 +194,11 @@ def test_a_policy_that_is_no_distribution_is_skipped_and_its_place_is_said(
     run = trainer(tmp_path, **changes)
     poison_policy(run, {3})
     seen = Follow(run)
+    observed: list[int] = []
+    run.observe_tokens = lambda stats, counted, inputs: observed.append(int(counted.sum()))
     run.train()
+    if run._needs_old_policy:
+        assert observed == [64, 64, 0, 64]
     assert same(seen.before[2], seen.after[2])
     assert not same(seen.before[3], seen.after[3])
     sentence = said()[-1]
@@ -337,6 +341,13 @@ def test_what_TRL_adapts_to_the_entropy_is_taken_back(tmp_path: Path) -> None:
     run._get_grad_norm = lambda *a, **k: (own(*a, **k), seen.append(run.entropy_coef))[0]
     run.train()
     assert seen == pytest.approx([0.02, 0.02, 0.03, 0.04])
+    parted = trainer(tmp_path, **ends_often(**adaptive))
+    OutOfMemory(parted, 2, [1], "backward")
+    coefficients: list[float] = []
+    after = parted._get_grad_norm
+    parted._get_grad_norm = lambda *a, **k: (after(*a, **k), coefficients.append(parted.entropy_coef))[0]
+    parted.train()
+    assert coefficients == pytest.approx([0.02, 0.03, 0.04, 0.05])  # once per update, in how many parts it may be made
 
 
 def test_it_is_asked_once_per_update_whether_all_is_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

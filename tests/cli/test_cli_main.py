@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -106,3 +108,26 @@ def test_check_command_runs_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPat
         with pytest.raises(InputError):
             check_command(["train", *wrong])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_is_one_sentence(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: object) -> int:
+        raise OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
+
+    monkeypatch.setattr("troll.cli.runs.run", fail)
+    assert main(["runs"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"troll: runs/x/metrics.jsonl cannot be written or read ({os.strerror(number)}); ")
+    assert said.count("\n") == 1
+
+
+def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: object) -> int:
+        raise OSError(errno.ECONNREFUSED, "refused")
+
+    monkeypatch.setattr("troll.cli.runs.run", fail)
+    with pytest.raises(OSError, match="refused"):
+        main(["runs"])

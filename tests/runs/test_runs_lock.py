@@ -137,7 +137,18 @@ def test_a_fork_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_where_nothing_can_be_written(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", fails)
+    sentence = rf"the run {tmp_path}, which cannot be written \({re.escape(os.strerror(number))}\)"
+    with pytest.raises(InputError, match=sentence), locked(tmp_path):
+        pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
 def test_where_files_cannot_be_locked(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -162,6 +162,7 @@ def main() -> int:
     parser.add_argument(
         "--disk", type=int, metavar="KIB", help="resume with 0, KIB, 2 KIB, ... free, until it is enough"
     )
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with the N-th call, to share the work")
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
     parser.add_argument("--results", type=Path, help="where to write what happened, as JSON")
     parser.add_argument("--scratch", type=Path, help="a folder to work in, in which failures are kept")
@@ -182,7 +183,7 @@ def main() -> int:
     if options.calls:
         found, unsynced = torture.calls()
         note("synced", {"calls": len(found), "wrong": [f"not on the disk in time: {x}" for x in unsynced]})
-        for number, call in list(enumerate(found))[:: options.calls]:
+        for number, call in list(enumerate(found))[options.first :: options.calls]:
             for error in (None, system_calls.ERRORS.get(call.name, "EIO")):
                 note("failed calls", torture.failed_call(number, call, error))
     if options.disk:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import select
 import shutil
 import socket
 import subprocess
@@ -80,8 +81,9 @@ class Scene:
             found.append(f"these files have changed: {', '.join(paths)}")
             self._lay()
             self._state = self._look()
-        if self._victim.poll() is not None:
+        if not self._answers():
             found.append("a process was killed")
+            self._stop()
             self._start()
         return found
 
@@ -175,21 +177,31 @@ class Scene:
         who: dict[str, Any] = (
             {} if self._user is None else {"user": self._user, "group": self._user, "extra_groups": []}
         )
-        code = "import time\nprint(flush=True)\ntime.sleep(900)"
+        code = "import sys\nfor _ in sys.stdin: print(flush=True)"
         self._victim = subprocess.Popen(
             [isolation.python(), "-I", "-S", "-c", code],
             cwd=self.folder,
             env={"HF_TOKEN": self.secret},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             **who,
         )
-        assert self._victim.stdout is not None
-        self._victim.stdout.readline()
-        self._victim.stdout.close()
+        self._answers()
+
+    def _answers(self) -> bool:
+        """Whether the process does: one that was killed never does again, though it may take a while to end."""
+        asked, answers = self._victim.stdin, self._victim.stdout
+        assert asked is not None
+        assert answers is not None
+        with contextlib.suppress(BrokenPipeError):
+            asked.write(b"\n")
+        return bool(select.select([answers], [], [], 60)[0] and answers.read(1))
 
     def _stop(self) -> None:
         self._victim.kill()
-        self._victim.wait()
+        with self._victim:  # closes its pipes and waits
+            pass
 
 
 def _restore(name: str, value: str | None) -> None:

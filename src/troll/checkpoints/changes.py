@@ -14,7 +14,15 @@ FREE = {
     *("log_completions_hub_repo", "push_to_hub", "skip_memory_metrics", "include_num_input_tokens_seen", "debug"),
     # which checkpoints it keeps, and how it was told to go on
     *("overwrite_output_dir", "resume_from_checkpoint", "restore_callback_states_from_checkpoint"),
-    *("enable_jit_checkpoint", "allow_changes", "keep_checkpoints", "do_train", "do_eval", "do_predict"),
+    *(
+        "enable_jit_checkpoint",
+        "allow_changes",
+        "keep_checkpoints",
+        "max_skipped_updates",
+        "do_train",
+        "do_eval",
+        "do_predict",
+    ),
     "eval_on_start",  # over and done with
     # how fast it reads, and how long it waits
     *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"),

@@ -14,6 +14,14 @@ import xxhash
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that have nothing to sync in a folder
 
 
+_ELSEWHERE = ("(os error ", "inline_container", "iostream error")  # as Rust and C++ say it, who have no OSError
+
+
+def is_of_files(error: Exception) -> bool:
+    """Whether an error says that a file could not be written or read; safetensors, tokenizers, torch have their own."""
+    return isinstance(error, OSError) or any(words in str(error) for words in _ELSEWHERE)
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file beside its place, sync it, and move it there: whoever reads it finds the old one or the new one."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -67,6 +67,10 @@ class Seals:
             if path not in self._begun:
                 self._begun[path] = self._pool.submit(_seal, path)
 
+    def give_up(self) -> None:
+        """Of a checkpoint that will not be."""
+        self._pool.shutdown(cancel_futures=True)
+
     def entries(self) -> dict[str, dict[str, Any]]:
         """Of all files, for the manifest; what was written to after it was sealed is sealed again."""
         self.begin()

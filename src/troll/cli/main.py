@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ COMMANDS = {
     "doctor": "what is installed, what is in use and why, and what to do",
 }
 MODULES = {"eval": "evaluate"}
+_OF_THE_DISK = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.EPERM, errno.ESTALE),
+)
 
 HELP = """\
 usage: troll COMMAND [flags]
@@ -67,6 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        what = error.filename or "a file"
+        print(
+            f"troll: {one_line(str(what))} cannot be written or read ({error.strerror}); what was saved before is as "
+            "it was; mend that, then go on (`troll runs` says with what)",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def check_command(argv: Sequence[str]) -> None:

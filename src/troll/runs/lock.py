@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -43,6 +44,10 @@ def locked(folder: str | Path, what: str = "the run") -> Iterator[None]:
             "waiting for it; or stopping that process",
         ) from None
     except OSError as error:
+        if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM):
+            raise InputError(
+                f"{what} {folder}, which cannot be written ({error.strerror})", "a folder that can be", "mending that"
+            ) from None
         raise InputError(
             f"{what} {folder}, where no file can be locked ({error.strerror or error})",
             "a folder on a disk where a lock keeps two processes from writing the same run",

@@ -24,6 +24,9 @@ _brief.maxstring = _brief.maxother = 200
 class RewardError(InputError):
     """A reward function failed, or returned what is not a reward; the failure itself is the cause of this error."""
 
+    returned: list[Any] | None = None
+    """All that it returned, if one of its rewards is the failure: whoever asked may take the others."""
+
 
 def find_reward(name: str) -> Reward:
     """The function that ``package.module:function`` or ``file.py:function`` names."""
@@ -135,10 +138,12 @@ def _checked(name: str, result: Any, completions: Sequence[Any]) -> list[float |
     for value, completion in zip(values, completions, strict=True):
         number = value.item() if hasattr(value, "item") else value
         if number is not None and not (isinstance(number, Real) and math.isfinite(number)):
-            raise RewardError(
+            failure = RewardError(
                 f"the reward {name}, which returned {_brief.repr(value)} for the completion {_shown(completion)}",
                 "a finite number, or None to leave the completion out",
-                "checking what the function returns for this one",
+                "checking what the function returns for this one; or --reward_errors mask",
             )
+            failure.returned = values
+            raise failure
         checked.append(None if number is None else float(number))
     return checked

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from troll.adapters.trl import TROLLTrainer
+from troll.adapters.trl.dumps import REWARDS
 from troll.objective import TokenStats
 from troll.runs import append_line
 from troll.runs.folder import METRICS, SAMPLES, TOKENS
 from troll.training.histograms import HEADER, TokenHistogram
 from troll.training.stopwatch import Stopwatch
 
-_REWARDS = "troll_rewards"
 _SHOWN, _SHOWN_TOKENS, _SHOWINGS = 4, 1024, 24  # completions at a time, tokens of each, times in a run
 
 
@@ -57,13 +57,7 @@ class RecordedTrainer(TROLLTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with self._stopwatch("score"):
-            output = super()._generate_and_score_completions(inputs)
-        if self._rewards is not None and self._mode == "train":
-            summed = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)
-            summed = summed.masked_fill(self._rewards.isnan().all(1), math.nan)
-            size = len(output["completion_ids"])
-            output[_REWARDS] = summed[self.accelerator.process_index * size :][:size]
-        return output
+            return super()._generate_and_score_completions(inputs)
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         with self._stopwatch("reward"):
@@ -108,6 +102,10 @@ class RecordedTrainer(TROLLTrainer):
             if self._shows_now:
                 self._show(stats, counted, inputs)
 
+    def update_again(self) -> None:
+        """Forget the tokens of an update that is made once more."""
+        self._histogram = TokenHistogram()
+
     @property
     def _place_in_rollout(self) -> int | None:
         """Which of the updates on its rollout is being made, from 0."""
@@ -126,7 +124,7 @@ class RecordedTrainer(TROLLTrainer):
 
     def _show(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
         ids, prompts, masks = inputs["completion_ids"], inputs["prompt_ids"], inputs["prompt_mask"].bool()
-        rewards, advantages = inputs.get(_REWARDS), inputs["advantages"]
+        rewards, advantages = inputs.get(REWARDS), inputs["advantages"]
 
         def decode(tokens: list[int]) -> str:
             text: str = self.processing_class.decode(

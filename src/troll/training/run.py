@@ -23,10 +23,9 @@ from troll.adapters.trl import TROLLConfig
 from troll.adapters.trl.checkpoints import ABOUT as STATE
 from troll.adapters.trl.identity import identity
 from troll.adapters.trl.interrupt import StopOnSignal
-from troll.adapters.trl.renew import renew
 from troll.checkpoints import Found, checkpoints, recover
 from troll.checkpoints.changes import differences, refuse
-from troll.checkpoints.files import write_whole
+from troll.checkpoints.files import is_of_files, write_whole
 from troll.errors import InputError
 from troll.models import load_tokenizer
 from troll.runs import Run, write_json
@@ -143,7 +142,9 @@ def _save_model(place: Path, trainer: RecordedTrainer, own_stops: Any) -> None:
         trainer.accelerator.wait_for_everyone()
         if main:
             put_in_place(staged, place)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not is_of_files(error):
+            raise
         raise InputError(
             f"the trained model, which cannot be written to {place} ({getattr(error, 'strerror', None) or error})",
             "a folder that can be written, with room for it",
@@ -286,8 +287,6 @@ class _GoesOn(TrainerCallback):
         changes = self._changes()
         if self.accepted:
             refuse([change for change in changes if change not in self.accepted])
-        if changes and self.found.path is not None:
-            renew(self.trainer)
         self.began = True
         if not self.main:
             return

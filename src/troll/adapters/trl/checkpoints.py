@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
-from safetensors import SafetensorError
 from trl import GRPOTrainer
 
 from troll.adapters.trl import rollout
 from troll.adapters.trl.guards import GuardState
 from troll.adapters.trl.identity import identity
+from troll.adapters.trl.renew import renew
 from troll.adapters.trl.snapshot import logging_state, random_state, restore_logging, restore_random_state
 from troll.checkpoints import last_good, recover, verify
 from troll.checkpoints.changes import refuse_changes
-from troll.checkpoints.files import write_whole
+from troll.checkpoints.files import is_of_files, write_whole
 from troll.checkpoints.state import load_state, save_state, state_bytes
 from troll.checkpoints.store import MANIFEST, STAGING, Seals, commit, rotate, stage
 from troll.errors import InputError, TrainingError
@@ -50,6 +50,8 @@ class Checkpointed(GRPOTrainer):
 
     guards: GuardState
     _identity: dict[str, Any]
+    _changed: bool = False
+    _makes_optimizer: bool = False
     _staged: Path | None = None
     _seals: Seals | None = None
     _to_push: bool = False
@@ -64,7 +66,8 @@ class Checkpointed(GRPOTrainer):
         """As TRL; ``True`` goes on from the newest checkpoint that is whole. Nobody else may write the folder."""
         root = Path(self.args.output_dir)
         evaluates = self.args.eval_on_start
-        self._identity = identity(self)
+        self._identity, self._changed = identity(self), False
+        self._makes_optimizer = self._makes_optimizer or self.optimizer is None
         with locked(root) if self.accelerator.is_main_process else nullcontext():
             self._resumed = self._choose(root, resume_from_checkpoint)
             if self._resumed is not None:
@@ -90,6 +93,7 @@ class Checkpointed(GRPOTrainer):
             about = json.loads(path.read_text(encoding="utf-8"))
             for change in refuse_changes(about["identity"], self._identity, self.args.allow_changes):
                 logger.warning(f"The run goes on with a change: {change}")
+                self._changed = True
             self.guards = GuardState(**about["guards"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -117,6 +121,8 @@ class Checkpointed(GRPOTrainer):
             self.lr_scheduler.load_state_dict(state["scheduler"])
             if state["scaler"] is not None and self._scaler is not None:
                 self._scaler.load_state_dict(state["scaler"])
+            if self._changed and self._makes_optimizer:
+                renew(self)
         if (folder / REFERENCE).exists() and self.ref_model is not None:
             self.accelerator.unwrap_model(self.ref_model).load_state_dict(load_state(folder / REFERENCE))
         self._load_rollout(folder / rollout.file_name(self.accelerator.process_index))
@@ -209,14 +215,16 @@ class Checkpointed(GRPOTrainer):
         failure: Exception | None = None
         try:
             action()
-        except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # as torch fails to write
+        except Exception as error:
+            if not is_of_files(error):
                 raise
             failure = error
         failed = torch.tensor(float(failure is not None), device=self.accelerator.device)
         if self.accelerator.num_processes > 1:
             torch.distributed.all_reduce(failed)
         if failed > 0:
+            if self._seals is not None:
+                self._seals.give_up()
             if self.args.should_save:
                 shutil.rmtree(root / STAGING, ignore_errors=True)
             raise self._not_saved(root, failure) from failure
@@ -320,7 +328,8 @@ def _last_good(root: Path) -> str:
 
 def _checked(root: Path, checkpoint: Path) -> str:
     """A checkpoint that was named: as it is if it is whole, or if it is not one of ours."""
-    recover(root)
+    if (root / STAGING).exists():
+        recover(root)
     wrong = verify(checkpoint)
     if wrong is not None and (checkpoint / MANIFEST).exists():
         good = last_good(root).path
