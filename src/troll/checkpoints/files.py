@@ -14,7 +14,7 @@ import xxhash
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems that have nothing to sync in a folder
 
 
-_ELSEWHERE = ("(os error ", "inline_container", "iostream error")  # as Rust and C++ say it, who have no OSError
+_ELSEWHERE = ("(os error ", "I/O error", "inline_container", "iostream error")  # as Rust and C++ say it
 
 
 def is_of_files(error: Exception) -> bool:

@@ -20,9 +20,9 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from troll.adapters.trl import TROLLConfig
-from troll.adapters.trl.checkpoints import ABOUT as STATE
 from troll.adapters.trl.identity import identity
 from troll.adapters.trl.interrupt import StopOnSignal
+from troll.adapters.trl.resume import ABOUT as STATE
 from troll.checkpoints import Found, checkpoints, recover
 from troll.checkpoints.changes import differences, refuse
 from troll.checkpoints.files import is_of_files, write_whole
