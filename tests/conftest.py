@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a test process and what it starts: more only wait for each other
@@ -17,6 +19,14 @@ ALONE = {  # files that must not run beside each other, by what they share
     "the threads and the processes of one user": ("attacks/", "sandbox/", "test_cli_code", "test_rewards_code"),
     "the cores, which a cluster needs": ("test_cli_verl", "test_verl_main_ppo"),
 }
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """A closed terminal is heard of, also where the tests are run with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def together(nodeid: str) -> str:

@@ -42,6 +42,7 @@ def test_without_a_signal_nothing_is_asked() -> None:
     assert not interrupt.caught
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_stops_after_the_update(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     with begun() as interrupt:
@@ -72,6 +73,7 @@ def test_handlers_are_put_back_even_after_an_error() -> None:
     assert [signal.getsignal(x) for x in SIGNALS] == before
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_before_training_there_is_nothing_to_save(number: int) -> None:
     with pytest.raises(KeyboardInterrupt), StopOnSignal():

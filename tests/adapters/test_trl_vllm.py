@@ -293,7 +293,7 @@ def test_a_rollout_without_a_correction_is_generated_again_where_one_is_needed(t
     """A run that began with generation by transformers and goes on with vLLM, in the middle of a rollout."""
     saves = {"save_strategy": "steps", "save_steps": 2}
     trainer(tmp_path, **saves).train()
-    run = start(tmp_path, **saves)
+    run = start(tmp_path, **saves, allow_changes=True)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert run.vllm_generation.calls[:2] == ["sync_weights", "generate"]
     assert run.state.global_step == 4

@@ -97,7 +97,7 @@ CASES: dict[str, Case] = {
     "no data": (_plain("--task", "data"), r'"data" without data.*--data'),
     "reward that fails": (_plain(reward="fails"), r"the reward fails, which raised RuntimeError: cannot \[31mjudge"),
     "reward of another length": (_plain(reward="short"), r"the reward short, which returned 1 rewards for 8"),
-    "reward of another type": (_plain(reward="text"), r"the reward text, which returned 'good'"),
+    "reward of another type": (_plain(reward="text"), r"reward 'good' from 'text' for completion 0"),
     "reward that is not there": (_plain(reward="nothing"), r"rewards.py has nothing of that name"),
     "name up": (_plain("--run_name", "../x"), r"the run name '../x'.*--runs_dir"),
     "name below": (_plain("--run_name", "a/b"), r"the run name 'a/b'"),

@@ -211,6 +211,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, straight: Straight, capsy
     assert_same(run, straight("waits", "4"))
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.slow
 def test_a_terminal_that_is_closed(tmp_path: Path, straight: Straight) -> None:
     """The run finishes its update and saves, although nothing can be printed any more."""

@@ -239,6 +239,7 @@ def test_other_code_and_data_are_refused_and_leave_the_run_as_it_was(
     assert run.about["changes"][0]["step"] == 1
 
 
+@pytest.mark.usefixtures("hangups")
 def test_nothing_has_changed_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
