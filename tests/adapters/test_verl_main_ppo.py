@@ -37,14 +37,18 @@ HANGS = 600  # seconds after which a run counts as hanging; one needs 160 s of p
 
 
 def check_trust_region(run: runs.Run) -> None:
-    """verl's log has our numbers, they are finite, and they are those of a trust region that acts."""
+    """verl's log has our numbers, they are finite, and they are those of a trust region that acts where it must.
+
+    A step may have nothing to project: how far an update goes depends on what was sampled, and on who is served first.
+    """
     for step in run.steps:
         assert all(math.isfinite(value) for name, value in step.items() if name.startswith("actor/"))
-        assert step["actor/troll/projected_fraction"] > 0
-        assert step["actor/troll/kl_before/max"] > BOUND
+        leaves = step["actor/troll/kl_before/max"] > BOUND
+        assert (step["actor/troll/projected_fraction"] > 0) == leaves
         assert step["actor/troll/kl_after/max"] <= BOUND * (1 + 1e-3)
         assert step["actor/troll/unconverged_fraction"] == 0
         assert step["actor/grad_norm"] > 0
+    assert max(run.logged("actor/troll/projected_fraction")) > 0
 
 
 @pytest.fixture(scope="module")
