@@ -1,0 +1,287 @@
+"""Stored results → tables and figures, all of them, from ``results/STUDY.jsonl``.
+
+    python experiments/studies/analyse.py
+    python experiments/studies/analyse.py --check       write nothing; 1 if what is stored is not what would be written
+
+Figures go to ``figures/STUDY-NAME.svg``. A table goes to its place in docs/does-it-help.md, between the lines
+``<!-- table: STUDY-NAME -->`` and ``<!-- end of table -->``, or to ``tables.md`` if it has no place there. A study
+without results is passed over. The same version of matplotlib draws the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import figures
+import tables
+from matplotlib.figure import Figure
+from results import RESULTS, read
+from scores import Finalist, at, axis_of, finalists, labels, strata
+
+from troll.report.data import Missing
+from troll.report.style import save, style
+from troll.runs.folder import Line
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "does-it-help.md"
+FRESH = {"regions": "final"}
+"""Study → the one with fresh seeds, by which it is judged."""
+_BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The results of a study, and those with fresh seeds, if there are any."""
+
+    lines: list[Line]
+    fresh: list[Line]
+    fresh_study: str
+
+    @property
+    def arms(self) -> str:
+        """The axis of what is compared."""
+        return axis_of(self.lines, "region", "change", "estimator") or "region"
+
+    @property
+    def sweep(self) -> str | None:
+        """The axis over which every arm looks for its best."""
+        return axis_of(self.lines, "rate", "learning_rate")
+
+    @property
+    def base(self) -> str:
+        """What the others are compared with."""
+        found = labels(self.lines, self.arms)
+        return next((name for name in ("base", "clip") if name in found), found[0])
+
+    def tasks(self, *used: str | None) -> dict[str, list[Line]]:
+        """The lines by what is neither an arm nor swept nor used otherwise: most often the task."""
+        return strata(self.lines, self.arms, *used)
+
+    def finalists(self) -> dict[str, dict[str, Finalist]]:
+        """Task → arm → its best."""
+        fresh = strata(self.fresh, self.arms, self.sweep)
+        return {
+            task: finalists(lines, self.arms, self.sweep, fresh.get(task, []))
+            for task, lines in self.tasks(self.sweep).items()
+        }
+
+    def at_best(self) -> dict[str, dict[str, list[Line]]]:
+        """Task → arm → the runs it is judged by."""
+        return {task: {arm: x.lines for arm, x in found.items()} for task, found in self.finalists().items()}
+
+    def cells(self, *axes: str) -> dict[str, dict[str, list[Line]]]:
+        """Task → the labels on these axes, as one → runs."""
+        return {task: strata_by(lines, *axes) for task, lines in strata(self.lines, *axes).items()}
+
+
+def strata_by(lines: Sequence[Line], *axes: str) -> dict[str, list[Line]]:
+    """Labels on these axes, joined → lines."""
+    found: dict[str, list[Line]] = {"": list(lines)}
+    for axis in axes:
+        found = {
+            f"{name}, {label}".removeprefix(", "): cell
+            for name, group in found.items()
+            for label in labels(group, axis)
+            if (cell := at(group, **{axis: label}))
+        }
+    return found
+
+
+def sweep_tables(stored: Stored) -> str | None:
+    """Every arm over the rates."""
+    sweep = stored.sweep
+    if sweep is None:
+        return None
+    return tables.joined({task: tables.sweep_table(x, stored.arms, sweep) for task, x in stored.tasks(sweep).items()})
+
+
+def best_tables(stored: Stored) -> str:
+    """Best against best; over all tasks too, where there are several."""
+    found = stored.finalists()
+    each = {task: tables.best_table(x, stored.base, stored.sweep, stored.fresh_study) for task, x in found.items()}
+    return tables.joined(each) + _overall(list(stored.at_best().values()), stored.base)
+
+
+def updates_tables(stored: Stored) -> str:
+    """Arms over the updates per rollout."""
+    tasks = stored.tasks("updates").items()
+    return tables.joined({task: tables.axis_table(x, "updates", stored.arms, stored.base) for task, x in tasks})
+
+
+def changes_tables(stored: Stored) -> str:
+    """One change at a time."""
+    tasks = stored.tasks()
+    each = {task: tables.changes_table(lines, stored.arms, stored.base) for task, lines in tasks.items()}
+    return tables.joined(each) + _overall([strata_by(x, stored.arms) for x in tasks.values()], stored.base)
+
+
+def network_tables(stored: Stored) -> str:
+    """What the network did, with every arm at its best."""
+    groups = {
+        task: {", ".join(filter(None, (arm, x.value))): x.lines for arm, x in found.items()}
+        for task, found in stored.finalists().items()
+    }
+    return tables.joined({task: tables.network_table(x) for task, x in groups.items()})
+
+
+def network_rates_tables(stored: Stored) -> str | None:
+    """What the network did, at every rate."""
+    return _network_by(stored, stored.sweep)
+
+
+def network_updates_tables(stored: Stored) -> str | None:
+    """What the network did, at every number of updates."""
+    return _network_by(stored, "updates")
+
+
+def _network_by(stored: Stored, axis: str | None) -> str | None:
+    if axis is None:
+        return None
+    groups = stored.cells(stored.arms, axis)
+    return tables.joined({task: tables.network_table(x) for task, x in groups.items()})
+
+
+def _overall(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> str:
+    if len(tasks) < 2:
+        return ""
+    return "\n\n" + tables.joined({"all together": tables.overall_table(tasks, base)})
+
+
+def rates_figure(stored: Stored) -> Figure | None:
+    """Every arm over the rates."""
+    sweep = stored.sweep
+    return None if sweep is None else figures.score_over_rates(stored.tasks(sweep), sweep, stored.arms)
+
+
+def updates_figure(stored: Stored) -> Figure:
+    """Arms over the updates per rollout."""
+    return figures.over_updates(stored.tasks("updates"), "updates", stored.arms)
+
+
+def changes_figure(stored: Stored) -> Figure:
+    """Differences to the base."""
+    return figures.changes(stored.tasks(), stored.arms, stored.base)
+
+
+def curves_figure(stored: Stored) -> Figure:
+    """Arms at their best, over the rollouts."""
+    return figures.curves(stored.at_best())
+
+
+def network_figure(stored: Stored) -> Figure:
+    """The same for the network."""
+    return figures.network(stored.at_best())
+
+
+def solver_figure(stored: Stored) -> Figure:
+    """The same for the solver and the kept mass."""
+    return figures.solver(stored.at_best())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is made of a study: names → tables, names → figures."""
+
+    tables: dict[str, Callable[[Stored], str | None]] = field(default_factory=dict)
+    figures: dict[str, Callable[[Stored], Figure | None]] = field(default_factory=dict)
+
+
+_REGIONS = Entry(
+    {"sweep": sweep_tables, "best": best_tables, "network": network_tables, "network-rates": network_rates_tables},
+    {"rates": rates_figure, "curves": curves_figure, "network": network_figure, "solver": solver_figure},
+)
+REGISTRY = {
+    "regions": _REGIONS,
+    "updates": Entry({"updates": updates_tables, "network": network_updates_tables}, {"updates": updates_figure}),
+    "changes": Entry({"changes": changes_tables, "network": network_tables}, {"changes": changes_figure}),
+    "sizes": _REGIONS,
+    "gsm8k": _REGIONS,
+    "code": _REGIONS,
+    "stories": Entry(
+        {"changes": changes_tables, "network": network_tables}, {"network": network_figure, "solver": solver_figure}
+    ),
+}
+
+
+def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+    """All tables and all figures, by name."""
+    texts, images = {}, {}
+    for study, entry in REGISTRY.items():
+        other = FRESH.get(study, "")
+        stored = Stored(read(results, study), read(results, other) if other else [], other)
+        if not stored.lines:
+            continue
+        for name, write in entry.tables.items():
+            if (text := write(stored)) is not None:
+                texts[f"{study}-{name}"] = text
+        for name, draw in entry.figures.items():
+            try:
+                with style():
+                    figure = draw(stored)
+            except Missing:
+                continue
+            if figure is not None:
+                images[f"{study}-{name}"] = save(figure, "svg", f"{study}-{name}")
+    return texts, images
+
+
+def filled(page: str, texts: Mapping[str, str]) -> str:
+    """The page with each table in its place; a place for a study without results stays as it is."""
+    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables}
+    unknown = {name for _, name, _ in _BLOCK.findall(page)} - known
+    if unknown:
+        raise ValueError(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    return _BLOCK.sub(lambda m: f"{m[1]}\n{texts[m[2]]}\n\n{m[3]}" if m[2] in texts else m[0], page)
+
+
+def files(results: Path, page: Path, out: Path) -> dict[Path, bytes | None]:
+    """Path → what it should hold; None for a file that should not be there."""
+    texts, images = made(results)
+    wanted: dict[Path, bytes | None] = dict.fromkeys((out / "figures").glob("*.svg"))
+    wanted |= {out / "figures" / f"{name}.svg": image for name, image in images.items()}
+    left = dict(texts)
+    if page.exists():
+        before = page.read_text(encoding="utf-8")
+        wanted[page] = filled(before, texts).encode()
+        left = {name: text for name, text in texts.items() if f"<!-- table: {name} -->" not in before}
+    blocks = [f"<!-- table: {name} -->\n\n{text}\n\n<!-- end of table -->" for name, text in left.items()]
+    head = "# Tables\n\nWritten by `python experiments/studies/analyse.py` from the stored results."
+    wanted[out / "tables.md"] = ("\n\n".join([head, *blocks]) + "\n").encode() if blocks else None
+    return wanted
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write what differs, or with ``--check`` name it; 1 if there was something to name, or nothing can be said."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the results are kept")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page with places for tables")
+    parser.add_argument("--out", type=Path, default=HERE, help="the folder of tables.md and figures/")
+    options = parser.parse_args(arguments)
+    try:
+        wanted = files(options.results, options.page, options.out)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    differ = [path for path, text in wanted.items() if (path.read_bytes() if path.exists() else None) != text]
+    for path in differ:
+        text = wanted[path]
+        print(f"{path}: {'differs from the results' if options.check else 'removed' if text is None else 'written'}")
+        if options.check:
+            continue
+        if text is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+    print(f"{len(wanted) - len(differ)} files as they should be")
+    return 1 if options.check and differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""Results → Markdown. Every function takes the runs of one task; how sure a number is stands beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from scores import (
+    Difference,
+    Finalist,
+    Measure,
+    at,
+    best,
+    by_seed,
+    column,
+    difference,
+    drop,
+    end,
+    entropy,
+    factor,
+    held_out,
+    kl_max,
+    kl_mean,
+    labels,
+    mean,
+    over_seeds,
+    seeds,
+    sequence_kl,
+    sequence_kl_after,
+    stratified,
+    widths,
+)
+
+from troll.runs.folder import Line
+from troll.runs.statistics import Interval
+
+NONE = "–"
+_END = "Mean sampled reward over the last quarter of the rollouts (0 for those that a failed run did not make)"
+_RULE = (
+    "Differences are paired by seed: Student's 95 % interval, then a bootstrap over seeds, which is too narrow for so "
+    "few. A verdict needs both to leave out 0; not corrected for the number of comparisons."
+)
+
+
+class Table(NamedTuple):
+    """Rows in Markdown, and what must be said about them."""
+
+    rows: str
+    note: str
+
+
+def joined(found: Mapping[str, Table]) -> str:
+    """Several tables under their titles; a note that all of them share stands once, at the end."""
+    shared = len({x.note for x in found.values()}) == 1
+    parts = []
+    for title, each in found.items():
+        parts += [f"**{title}**"] * bool(title) + [each.rows] + [each.note] * (not shared)
+    return "\n\n".join([*parts, *[next(iter(found.values())).note] * shared])
+
+
+def sweep_table(lines: Sequence[Line], arms: str, sweep: str) -> Table:
+    """Rows arms, columns the values swept: ``end``, each arm's best in bold, and how many values are good."""
+    values, chosen, good = labels(lines, sweep), best(lines, arms, sweep), widths(lines, arms, sweep)
+    most = _most(lines, arms, sweep)
+    rows = []
+    for arm in labels(lines, arms):
+        cells = []
+        for value in values:
+            text = score(at(lines, **{arms: arm, sweep: value}), end, most)
+            cells.append(_bold(text) if value == chosen[arm] else text)
+        rows.append([arm, *cells, _width(good[arm].of_all), _width(good[arm].of_own)])
+    head = [f"{arms} \\ {sweep}", *values, "≥ 90 % of the best", "≥ 90 % of its own best"]
+    return _table(
+        head,
+        rows,
+        f"{_END} ± Student's 95 % interval, {_count(most)}. Bold: the best of the row. "
+        "Last columns: how many values come near, and the factor between the largest and the smallest of them.",
+    )
+
+
+def best_table(found: Mapping[str, Finalist], base: str, sweep: str | None, study: str = "") -> Table:
+    """Rows arms at their best: what they reached, and the difference to ``base`` in ``end``."""
+    most = max(len(x.lines) for x in found.values())
+    rows = []
+    for arm, finalist in found.items():
+        scores = [score(finalist.lines, measure, most) for measure in (end, mean, held_out, drop)]
+        gap = difference(finalist.lines, found[base].lines, end) if base in found and arm != base else None
+        rows.append([arm, *([finalist.value or NONE] if sweep else []), *scores, *_against(gap)])
+    head = ["arm", *([sweep] if sweep else []), "end", "whole run", "held-out", "largest drop"]
+    return _table(
+        [*head, f"end, against {base}", "bootstrap", "verdict"],
+        rows,
+        f"{_END}, over the whole run, last held-out reward, and largest fall of the reward from its highest; ± "
+        f"Student's 95 % interval, {_count(most)}. {_told(found, sweep, study)}{_RULE}",
+    )
+
+
+def axis_table(lines: Sequence[Line], axis: str, arms: str, base: str) -> Table:
+    """Rows the values of an axis, columns arms: ``end``, in bold where it is better than ``base`` on the same row."""
+    names, most = labels(lines, arms), _most(lines, axis, arms)
+    rows = []
+    for value in labels(lines, axis):
+        cells = []
+        for arm in names:
+            mine, other = (at(lines, **{axis: value, arms: x}) for x in (arm, base))
+            gap = difference(mine, other, end) if mine and other and arm != base else None
+            text = score(mine, end, most)
+            cells.append(_bold(text) if gap and gap.says == "better" else text)
+        rows.append([value, *cells])
+    return _table(
+        [f"{axis} \\ {arms}", *names],
+        rows,
+        f"{_END} ± Student's 95 % interval, {_count(most)}. Bold: better than {base} in the same row, paired by seed, "
+        "by Student's interval and a bootstrap; not corrected for the number of comparisons.",
+    )
+
+
+def changes_table(lines: Sequence[Line], axis: str, base: str) -> Table:
+    """Rows changes: ``end``, ``held_out``, and the difference to ``base`` in ``end``."""
+    most = _most(lines, axis)
+    reference = at(lines, **{axis: base})
+    rows = []
+    for change in labels(lines, axis):
+        mine = at(lines, **{axis: change})
+        gap = difference(mine, reference, end) if change != base and reference else None
+        rows.append([change, *(score(mine, measure, most) for measure in (end, mean, held_out)), *_against(gap)])
+    head = [axis, "end", "whole run", "held-out", f"end, against {base}", "bootstrap", "verdict"]
+    return _table(
+        head,
+        rows,
+        f"{_END}, over the whole run, and last held-out reward; ± Student's 95 % interval, {_count(most)}. {_RULE}",
+    )
+
+
+def overall_table(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> Table:
+    """Rows arms: ``end`` over all tasks, and the difference to ``base``; seeds resampled within each task."""
+    rows = []
+    for arm in tasks[0]:
+        if not all(task.get(arm) for task in tasks):
+            continue
+        reached = stratified([list(by_seed(task[arm], end).values()) for task in tasks])
+        gaps = [difference(task[arm], task[base], end) if task.get(base) else None for task in tasks]
+        paired = [list(gap.values.values()) for gap in gaps if gap is not None]
+        against = stratified(paired) if arm != base and len(paired) == len(tasks) else None
+        signed = [NONE, NONE] if against is None else [decimals(against.mean, sign="+"), _ends(against)]
+        rows.append([arm, decimals(reached.mean), _ends(reached, ""), *signed])
+    return _table(
+        ["arm", "end, mean of the tasks", "bootstrap", f"end, against {base}", "bootstrap"],
+        rows,
+        f"{_END}, mean of {len(tasks)} tasks; 95 % bootstrap, seeds resampled within each task, somewhat too narrow "
+        "for few seeds. No verdict on all tasks together.",
+    )
+
+
+def network_table(groups: Mapping[str, Sequence[Line]]) -> Table:
+    """What the network did, row by row: how far from the old policy it went, and what the trust region did about it."""
+    rows = []
+    for name, lines in groups.items():
+        if lines:
+            moved = [significant(over_seeds(lines, x)) for x in (kl_mean, kl_max, sequence_kl, sequence_kl_after)]
+            left = significant(over_seeds(lines, entropy))
+            rows.append([name, *moved, _share(lines), _steps(lines), *_support(lines), left])
+    kl = ["token KL", "largest token KL", "sequence KL, network", "sequence KL, projected"]
+    most = max((len(lines) for lines in groups.values()), default=0)
+    return _table(
+        ["", *kl, "tokens projected or clipped", "solver steps", "kept mass", "tokens kept", "entropy, end"],
+        rows,
+        "Token and sequence KL of the network to the old policy in the last update on a rollout, mean over the "
+        "rollouts; largest token KL of a run in any update; share of tokens that were projected or clipped; solver "
+        "steps: mean (largest); mass and number of tokens kept of the old policy; entropy over the last quarter. ± "
+        f"Student's 95 % interval, {_count(most)}.",
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Table:
+    body = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+    return Table(body, note)
+
+
+def _told(found: Mapping[str, Finalist], sweep: str | None, study: str) -> str:
+    """Where the best values come from."""
+    chosen = next(iter(found.values()))
+    if not chosen.chosen_on:
+        return ""
+    judged = seeds(line for finalist in found.values() for line in finalist.lines)
+    fresh = f"judged on fresh seeds {', '.join(judged)}{f' of `{study}`' if study else ''}"
+    same = "judged on the same seeds, where what was chosen for being high looks too high"
+    on = ", ".join(chosen.chosen_on)
+    return f"The best {sweep} of each arm by `end` on seeds {on}; {fresh if chosen.fresh else same}. "
+
+
+def score(lines: Sequence[Line], measure: Measure, most: int) -> str:
+    """A cell over its seeds: mean, interval, and what is missing of it."""
+    if not lines:
+        return NONE
+    found, values = over_seeds(lines, measure), by_seed(lines, measure)
+    failed = sum(line["status"] == "failed" for line in lines)
+    remarks = [f"n = {len(values)}"] * (0 < len(values) < most) + [f"{failed} failed"] * bool(failed)
+    return plus_minus(found, 3) + (f" ({', '.join(remarks)})" if remarks else "")
+
+
+def plus_minus(found: Interval | None, places: int) -> str:
+    """Mean ± half the interval."""
+    if found is None:
+        return NONE
+    half = "" if found.high is None else f" ± {found.high - found.mean:.{places}f}"
+    return decimals(found.mean, places) + half
+
+
+def significant(found: Interval | None) -> str:
+    """The same with three digits of the mean."""
+    size = abs(found.mean) if found else 0.0
+    return plus_minus(found, max(0, 2 - math.floor(math.log10(size))) if size else 3)
+
+
+def decimals(value: float, places: int = 3, sign: str = "") -> str:
+    """A number; with ``sign`` "+", always with its sign."""
+    return f"{value:{sign}.{places}f}".replace("-", "−")
+
+
+def _ends(found: Interval, sign: str = "+") -> str:
+    if found.low is None or found.high is None:
+        return NONE
+    return f"{decimals(found.low, sign=sign)} to {decimals(found.high, sign=sign)}"
+
+
+def _against(gap: Difference | None) -> list[str]:
+    if gap is None:
+        return [NONE] * 3
+    half = "" if gap.student.high is None else f" ± {gap.student.high - gap.student.mean:.3f}"
+    says = _bold(gap.says) if gap.says == "better" else gap.says
+    return [decimals(gap.student.mean, sign="+") + half, _ends(gap.bootstrap), says]
+
+
+def _width(values: Sequence[str]) -> str:
+    spread = factor(values)
+    return "0" if spread is None else f"{len(values)} (×{spread:.3g})"
+
+
+def _share(lines: Sequence[Line]) -> str:
+    names = ("projected_fraction", "clipped_fraction", "clip_ratio/region_mean")
+    found = over_seeds(lines, lambda line: _mean(column(line, *names)))
+    return NONE if found is None else f"{100 * found.mean:.3g} %"
+
+
+def _steps(lines: Sequence[Line]) -> str:
+    found = over_seeds(lines, lambda line: _mean(column(line, "solver_steps/mean")))
+    largest = max((x for line in lines for x in column(line, "solver_steps/max")), default=None)
+    return NONE if found is None or largest is None else f"{found.mean:.1f} ({largest:.0f})"
+
+
+def _support(lines: Sequence[Line]) -> list[str]:
+    mass = over_seeds(lines, lambda line: _mean(column(line, "kept_mass/old")))
+    size = over_seeds(lines, lambda line: _mean(column(line, "support_size/old")))
+    return [NONE if mass is None else f"{mass.mean:.4f}", NONE if size is None else f"{size.mean:.1f}"]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _most(lines: Sequence[Line], *axes: str) -> int:
+    """The number of runs in the fullest cell."""
+    cells = [tuple(line["place"][axis] for axis in axes) for line in lines]
+    return max(map(cells.count, cells), default=0)
+
+
+def _count(most: int) -> str:
+    return "one seed, so no interval" if most == 1 else f"{most} seeds"
+
+
+def _bold(text: str) -> str:
+    return text if text == NONE else f"**{text}**"

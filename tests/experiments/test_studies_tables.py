@@ -1,0 +1,160 @@
+"""Every table of a tiny study, to the letter."""
+
+from __future__ import annotations
+
+import pytest
+from studies_cases import cell, flat, line, network, scores, tables
+
+SWEEP = [
+    *cell([0.50, 0.52, 0.54], region="troll", rate="1e-05"),
+    *cell([0.60, 0.62, 0.64], region="troll", rate="4e-05"),
+    *cell([0.60, 0.60, 0.60], region="clip", rate="1e-05"),
+    *cell([0.10, 0.20], region="clip", rate="4e-05"),
+]
+
+
+def test_a_sweep():
+    # Student: 4.303 · 0.02 / √3 = 0.050; 12.706 · 0.0707 / √2 = 0.635. 90 % of 0.62 is 0.558, of 0.6 it is 0.54.
+    assert tables.sweep_table(SWEEP, "region", "rate").rows.splitlines() == [
+        "| region \\ rate | 1e-05 | 4e-05 | ≥ 90 % of the best | ≥ 90 % of its own best |",
+        "| --- | --- | --- | --- | --- |",
+        "| troll | 0.520 ± 0.050 | **0.620 ± 0.050** | 1 (×1) | 1 (×1) |",
+        "| clip | **0.600 ± 0.000** | 0.150 ± 0.635 (n = 2) | 1 (×1) | 1 (×1) |",
+    ]
+    assert "± Student's 95 % interval, 3 seeds." in tables.sweep_table(SWEEP, "region", "rate").note
+    holes = [x for x in SWEEP if x["place"] != {"seed": "0", "region": "clip", "rate": "4e-05"}]
+    assert "0.200 (n = 1)" in tables.sweep_table(holes, "region", "rate").rows
+    holes = [x for x in holes if not (x["place"]["region"] == "clip" and x["place"]["rate"] == "4e-05")]
+    assert "| clip | **0.600 ± 0.000** | – | 1 (×1) | 1 (×1) |" in tables.sweep_table(holes, "region", "rate").rows
+
+
+def test_best_against_best_on_the_same_seeds():
+    found = tables.best_table(scores.finalists(SWEEP, "region", "rate"), "clip", "rate")
+    # Differences 0, 0.02, 0.04: bootstrap of three seeds from the smallest to the largest.
+    assert found.rows.splitlines() == [
+        "| arm | rate | end | whole run | held-out | largest drop | end, against clip | bootstrap | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| troll | 4e-05 | 0.620 ± 0.050 | 0.620 ± 0.050 | 0.620 ± 0.050 | 0.000 ± 0.000 "
+        "| +0.020 ± 0.050 | +0.000 to +0.040 | no difference |",
+        "| clip | 1e-05 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.000 ± 0.000 | – | – | – |",
+    ]
+    assert "The best rate of each arm by `end` on seeds 0, 1, 2; judged on the same seeds, where" in found.note
+
+
+def test_best_against_best_on_fresh_seeds():
+    fresh = [
+        *cell([0.70, 0.71, 0.72], first=7, region="troll", rate="4e-05"),
+        *cell([0.60, 0.60, 0.60], first=7, region="clip", rate="1e-05"),
+        *cell([0.99, 0.99, 0.99], first=7, region="clip", rate="4e-05"),
+    ]
+    found = tables.best_table(scores.finalists(SWEEP, "region", "rate", fresh), "clip", "rate", "final")
+    assert "| +0.110 ± 0.025 | +0.100 to +0.120 | **better** |" in found.rows
+    assert "| clip | 1e-05 | 0.600 ± 0.000 |" in found.rows
+    assert "by `end` on seeds 0, 1, 2; judged on fresh seeds 7, 8, 9 of `final`." in found.note
+    none = tables.best_table(scores.finalists(SWEEP, "region", "rate", fresh[3:]), "clip", "rate", "final")
+    assert "| troll | 4e-05 | – | – | – | – | – | – | – |" in none.rows
+
+
+def test_a_table_without_a_sweep_has_no_column_for_it():
+    lines = [*cell([0.1, 0.2], region="troll"), *cell([0.3, 0.3], region="clip")]
+    found = tables.best_table(scores.finalists(lines, "region", None), "clip", None)
+    # 12.706 · 0.0707 / √2 = 0.635
+    assert found.rows.splitlines()[2].endswith("| −0.150 ± 0.635 | −0.200 to −0.100 | no difference |")
+    assert "rate" not in found.rows
+    assert "chosen" not in found.note
+
+
+def test_failed_runs_are_counted_and_said():
+    lines = [*cell([0.5, 0.5], region="clip"), line([0.5] * 2, planned=4, status="failed", seed=2, region="clip")]
+    text = tables.score(lines, scores.end, 3)
+    assert text == "0.333 ± 0.717 (1 failed)"  # (0.5 + 0.5 + 0) / 3, 4.303 · 0.2887 / √3
+    assert tables.score(lines, scores.held_out, 3) == "0.500 ± 0.000 (n = 2, 1 failed)"
+    assert tables.score([], scores.end, 3) == "–"
+    assert tables.score(lines[2:], scores.held_out, 1) == "– (1 failed)"
+
+
+def test_an_axis_is_bold_where_it_is_better_than_the_base():
+    lines = [
+        *cell([0.50, 0.51, 0.52], region="troll", updates=8),
+        *cell([0.40, 0.40, 0.40], region="clip", updates=8),
+        *cell([0.10, 0.11, 0.12], region="troll", updates=32),
+        *cell([0.40, 0.40, 0.40], region="clip", updates=32),
+        *cell([0.40, 0.40, 0.40], region="clip", updates=1),
+        *cell([0.41, 0.50, 0.59], region="none", updates=1),
+    ]
+    assert tables.axis_table(lines, "updates", "region", "clip").rows.splitlines() == [
+        "| updates \\ region | troll | clip | none |",
+        "| --- | --- | --- | --- |",
+        "| 1 | – | 0.400 ± 0.000 | 0.500 ± 0.224 |",  # ahead, and not for sure
+        "| 8 | **0.510 ± 0.025** | 0.400 ± 0.000 | – |",
+        "| 32 | 0.110 ± 0.025 | 0.400 ± 0.000 | – |",
+    ]
+
+
+def test_changes_are_paired_with_the_base_by_seed():
+    lines = [
+        *cell([0.50, 0.60, 0.70], change="base"),
+        *cell([0.71, 0.62, 0.50], change="K 16")[::-1],
+        *cell([0.30, 0.41, 0.52], change="K 256"),
+        *cell([0.55], first=1, change="tail floor"),
+    ]
+    found = tables.changes_table(lines, "change", "base").rows.splitlines()
+    assert found[0] == "| change | end | whole run | held-out | end, against base | bootstrap | verdict |"
+    assert found[2:] == [
+        "| base | 0.600 ± 0.248 | 0.600 ± 0.248 | 0.600 ± 0.248 | – | – | – |",
+        "| K 16 | 0.610 ± 0.262 | 0.610 ± 0.262 | 0.610 ± 0.262 | +0.010 ± 0.510 | −0.200 to +0.210 | no difference |",
+        "| K 256 | 0.410 ± 0.273 | 0.410 ± 0.273 | 0.410 ± 0.273 | −0.190 ± 0.025 | −0.200 to −0.180 | worse |",
+        "| tail floor | 0.550 (n = 1) | 0.550 (n = 1) | 0.550 (n = 1) | −0.050 | – | no verdict |",
+    ]
+
+
+def test_all_tasks_together():
+    easy = {"troll": cell([0.9, 0.9]), "clip": cell([0.8, 0.8]), "none": []}
+    hard = {"troll": cell([0.3, 0.3]), "clip": cell([0.3, 0.3]), "none": cell([0.1, 0.1])}
+    assert tables.overall_table([easy, hard], "clip").rows.splitlines()[2:] == [
+        "| troll | 0.600 | 0.600 to 0.600 | +0.050 | +0.050 to +0.050 |",
+        "| clip | 0.550 | 0.550 to 0.550 | – | – |",
+    ]
+
+
+def test_what_the_network_did():
+    moved = {"kl_before__mean": 0.0206, "kl_before__max": 24.67, "sequence_kl_before": 0.3, "sequence_kl_after": 0.1}
+    solved = {
+        "solver_steps__mean": 3.46,
+        "solver_steps__max": 6.0,
+        "kept_mass__old": 0.99314,
+        "support_size__old": 38.6,
+    }
+    troll = network(cell([0.5, 0.5]), projected_fraction=0.0779, entropy=0.5, **moved, **solved)
+    troll[0]["rollouts"]["kl_before/max"][1] = 25.67
+    clip = network(cell([0.5, 0.5]), **{"clip_ratio__region_mean": 0.021})
+    found = tables.network_table({"troll": troll, "clip": clip, "gspo": []}).rows.splitlines()
+    assert found[0] == (
+        "|  | token KL | largest token KL | sequence KL, network | sequence KL, projected "
+        "| tokens projected or clipped | solver steps | kept mass | tokens kept | entropy, end |"
+    )
+    assert found[2:] == [
+        "| troll | 0.0206 ± 0.0000 | 25.2 ± 6.4 | 0.300 ± 0.000 | 0.100 ± 0.000 | 7.79 % "
+        "| 3.5 (6) | 0.9931 | 38.6 | 0.500 ± 0.000 |",
+        "| clip | – | – | – | – | 2.1 % | – | – | – | – |",
+    ]
+
+
+def test_one_seed_has_no_interval_and_it_is_said():
+    found = tables.sweep_table([flat(0.5, region="troll", rate="1e-05")], "region", "rate")
+    assert "| **0.500** |" in found.rows
+    assert "one seed, so no interval" in found.note
+
+
+def test_notes_stand_once_where_they_are_the_same():
+    one, other = tables.Table("| a |", "Said."), tables.Table("| b |", "Said differently.")
+    assert tables.joined({"": one}) == "| a |\n\nSaid."
+    assert tables.joined({"x": one, "y": one}) == "**x**\n\n| a |\n\n**y**\n\n| a |\n\nSaid."
+    assert tables.joined({"x": one, "y": other}) == "**x**\n\n| a |\n\nSaid.\n\n**y**\n\n| b |\n\nSaid differently."
+
+
+@pytest.mark.parametrize(
+    ("mean", "text"), [(0.0206, "0.0206"), (24.67, "24.7"), (1234.5, "1234"), (0.0, "0.000"), (-0.5, "−0.500")]
+)
+def test_three_digits(mean, text):
+    assert tables.significant(scores.Interval(mean, None, None)) == text
