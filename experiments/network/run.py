@@ -176,7 +176,8 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
         row |= {name: of_update.pop(name).mean().item() for name in ("projected", "near the kink")}
         for name, values in of_update.items():
             row |= quantiles(values, name)
-        row["sequence KL, projected policy"] = metrics.get("sequence_kl_after", metrics["sequence_kl_before"]).item()
+        if "sequence_kl_after" in metrics:
+            row["sequence KL after projection, last update"] = metrics["sequence_kl_after"].item()
         row |= reached(model, rollout, before, args.mini_batch, args.kl_bound)
         rows.append({name: float(f"{value:.4g}") for name, value in row.items()})
         print(json.dumps({"arm": args.arm, "seed": args.seed, **rows[-1]}), flush=True)

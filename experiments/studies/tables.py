@@ -239,7 +239,7 @@ def _width(values: Sequence[str]) -> str:
 
 
 def _share(lines: Sequence[Line]) -> str:
-    names = ("projected_fraction", "clipped_fraction", "clip_ratio/region_mean")
+    names = ("projected_fraction", "clip_ratio/region_mean")
     found = over_seeds(lines, lambda line: _mean(column(line, *names)))
     return NONE if found is None else f"{100 * found.mean:.3g} %"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +25,6 @@ from troll.adapters.trl import TROLLTrainer
 from troll.errors import InputError
 from troll.objective import constrain
 from troll.policy import PackedPolicy
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Training begins with a collection of garbage, most of whose time goes into the modules that are imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 # ---------------------------------------------------------------------- what every run must show
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import inspect
 import json
 import logging
@@ -12,7 +11,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,15 +32,6 @@ from troll.errors import InputError, TrainingError
 
 SHORT = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}  # a gradient is what was computed
 NAN = math.nan
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Training begins with a collection of garbage, most of whose time goes into the modules that are imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Follow(TrainerCallback):

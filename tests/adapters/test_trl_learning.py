@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,6 @@ from trl_cases import logged, trainer
 from troll.adapters.trl import passes
 from troll.objective import Constrained
 from troll.projection import ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Training begins with a collection of garbage, most of whose time goes into the modules that are imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def run_of(folder: Path, kind: str = "dense", seed: int = 0, **changes: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +28,6 @@ from troll.policy import PackedPolicy, SparsePolicy
 
 # peft warns when it saves an adapter of a model that has no name on the hub; ours is made on the spot.
 pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Training begins with a collection of garbage, most of whose time goes into the modules that are imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class StopAfter(TrainerCallback):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import decimal
-import gc
 import logging
 import math
 import re
@@ -23,15 +22,6 @@ from troll.adapters.trl.rewards import Watch
 from troll.errors import InputError, TrainingError
 
 NAN = math.nan
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Training begins with a collection of garbage, most of whose time goes into the modules that are imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,6 @@ from trl_cases import furthest, logged, trainer, weights
 
 TAILS = ["bucket", "floor"]
 SIZES = [(28, 28), (56, 28), (28, 56), (56, 56)]  # 1, 2, 2 and 4 tokens: a prompt's share of the pixels is its own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Training begins with a collection of garbage, most of whose time goes into the modules that are imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def pictures(n: int = 64) -> Dataset:

@@ -7,10 +7,8 @@ loss is TRL's own.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +68,6 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> type[KnownError]:
     here = type("KnownError", (KnownError,), {})
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", here)
     return here
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Training begins with a collection of garbage, most of whose time goes into the modules that are imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def start(folder: Path, **changes: Any) -> Any:
