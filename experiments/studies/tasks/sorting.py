@@ -1,21 +1,21 @@
-"""Lists in order, as plain few-shot text: ``sorted([9, 0, 4]) = [0, 4, 9]``, of two to five numbers below 20."""
+"""Digits in order, as plain few-shot text: ``sorted([9, 0, 4]) = [0, 4, 9]``, of two to five different digits."""
 
 import random
 
 stop = "\n"
-settings = {"max_completion_length": 20}
+settings = {"max_completion_length": 17}
 
 
 def draw(rng):
-    """A list of two to five different numbers below 20."""
-    return tuple(rng.sample(range(20), rng.randint(2, 5)))
+    """Two to five different digits."""
+    return tuple(rng.sample(range(10), rng.randint(2, 5)))
 
 
-def problem(numbers, shown):
-    """A prompt with two worked examples, and the answer."""
-    shots = "".join(f"sorted({list(x)}) = {sorted(x)}\n" for x in shown)
-    answer = str(sorted(numbers))
-    return {"prompt": f"{shots}sorted({list(numbers)}) =", "answer": answer, "difficulty": float(len(numbers))}
+def problem(digits, shown):
+    """A prompt with a worked example, and the answer."""
+    shot = f"sorted({list(shown)}) = {sorted(shown)}\n"
+    answer = str(sorted(digits))
+    return {"prompt": f"{shot}sorted({list(digits)}) =", "answer": answer, "difficulty": float(len(digits))}
 
 
 def reward(completions, answer, **columns):
@@ -24,7 +24,7 @@ def reward(completions, answer, **columns):
 
 
 rng = random.Random(0)
-lists = list(dict.fromkeys(draw(rng) for _ in range(9000)))[:8448]
-test, rest = lists[:256], lists[256:]
-held_out = [problem(numbers, rng.sample(rest, 2)) for numbers in test]
-train = [problem(numbers, rng.sample(rest, 2)) for numbers in rest]
+test = list(dict.fromkeys(draw(rng) for _ in range(300)))[:256]
+rest = [digits for digits in (draw(rng) for _ in range(10_000)) if digits not in test][:8192]
+held_out = [problem(digits, rng.choice(rest)) for digits in test]
+train = [problem(digits, rng.choice(rest)) for digits in rest]
