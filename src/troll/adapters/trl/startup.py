@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
+from troll.adapters.attention import avoid_wrong_gradients
 from troll.adapters.trl.config import TROLLConfig
 from troll.errors import InputError
 
@@ -31,6 +32,13 @@ def check_dataset(trainer: Any) -> None:
             f"completions, num_generations={trainer.num_generations} each",
             "more prompts, a smaller per_device_train_batch_size, or fewer updates_per_generation",
         )
+
+
+def choose_attention() -> None:
+    """Turn off what is known to compute wrong gradients, and say so."""
+    done = avoid_wrong_gradients()
+    if done is not None:
+        logger.warning(done)
 
 
 def say_what_acts(args: TROLLConfig) -> None:

@@ -66,6 +66,7 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = TROLLConfig(f"{name.split('/')[-1]}-TROLL")
         startup.check_args(args)
+        startup.choose_attention()
         self._pass: Pass | None = None
         self._rewards: Tensor | None = None
         super().__init__(model, reward_funcs, args, *rest, **named)
