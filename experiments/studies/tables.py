@@ -80,16 +80,17 @@ def sweep_table(lines: Sequence[Line], arms: str, sweep: str) -> Table:
 
 
 def best_table(found: Mapping[str, Finalist], base: str, sweep: str | None, study: str = "") -> Table:
-    """Rows arms at their best: what they reached, and the difference to ``base`` in ``end``."""
+    """Rows arms at their best: what they reached, and the differences to ``base`` in ``end`` and over the whole run."""
     most = max(len(x.lines) for x in found.values())
     rows = []
     for arm, finalist in found.items():
         scores = [score(finalist.lines, measure, most) for measure in (end, mean, held_out, drop)]
-        gap = difference(finalist.lines, found[base].lines, end) if base in found and arm != base else None
-        rows.append([arm, *([finalist.value or NONE] if sweep else []), *scores, *_against(gap)])
+        other = found[base].lines if base in found and arm != base else []
+        against = [_in_one(difference(finalist.lines, other, measure) if other else None) for measure in (end, mean)]
+        rows.append([arm, *([finalist.value or NONE] if sweep else []), *scores, *against])
     head = ["arm", *([sweep] if sweep else []), "end", "whole run", "held-out", "largest drop"]
     return _table(
-        [*head, f"end, against {base}", "bootstrap", "verdict"],
+        [*head, f"end, against {base}", f"whole run, against {base}"],
         rows,
         f"{_END}, over the whole run, last held-out reward, and largest fall of the reward from its highest; ± "
         f"Student's 95 % interval, {_count(most)}. {_told(found, sweep, study)}{_RULE}",
@@ -231,6 +232,12 @@ def _against(gap: Difference | None) -> list[str]:
     half = "" if gap.student.high is None else f" ± {gap.student.high - gap.student.mean:.3f}"
     says = _bold(gap.says) if gap.says == "better" else gap.says
     return [decimals(gap.student.mean, sign="+") + half, _ends(gap.bootstrap), says]
+
+
+def _in_one(gap: Difference | None) -> str:
+    """The same in one cell."""
+    student, bootstrap, says = _against(gap)
+    return NONE if gap is None else f"{student} ({bootstrap}), {says}"
 
 
 def _width(values: Sequence[str]) -> str:

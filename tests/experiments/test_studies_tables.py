@@ -32,11 +32,11 @@ def test_best_against_best_on_the_same_seeds():
     found = tables.best_table(scores.finalists(SWEEP, "region", "rate"), "clip", "rate")
     # Differences 0, 0.02, 0.04: bootstrap of three seeds from the smallest to the largest.
     assert found.rows.splitlines() == [
-        "| arm | rate | end | whole run | held-out | largest drop | end, against clip | bootstrap | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| arm | rate | end | whole run | held-out | largest drop | end, against clip | whole run, against clip |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| troll | 4e-05 | 0.620 ± 0.050 | 0.620 ± 0.050 | 0.620 ± 0.050 | 0.000 ± 0.000 "
-        "| +0.020 ± 0.050 | +0.000 to +0.040 | no difference |",
-        "| clip | 1e-05 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.000 ± 0.000 | – | – | – |",
+        "| +0.020 ± 0.050 (+0.000 to +0.040), no difference | +0.020 ± 0.050 (+0.000 to +0.040), no difference |",
+        "| clip | 1e-05 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.000 ± 0.000 | – | – |",
     ]
     assert "The best rate of each arm by `end` on seeds 0, 1, 2; judged on the same seeds, where" in found.note
 
@@ -48,18 +48,26 @@ def test_best_against_best_on_fresh_seeds():
         *cell([0.99, 0.99, 0.99], first=7, region="clip", rate="4e-05"),
     ]
     found = tables.best_table(scores.finalists(SWEEP, "region", "rate", fresh), "clip", "rate", "final")
-    assert "| +0.110 ± 0.025 | +0.100 to +0.120 | **better** |" in found.rows
+    assert "| +0.110 ± 0.025 (+0.100 to +0.120), **better** |" in found.rows
     assert "| clip | 1e-05 | 0.600 ± 0.000 |" in found.rows
     assert "by `end` on seeds 0, 1, 2; judged on fresh seeds 7, 8, 9 of `final`." in found.note
     none = tables.best_table(scores.finalists(SWEEP, "region", "rate", fresh[3:]), "clip", "rate", "final")
-    assert "| troll | 4e-05 | – | – | – | – | – | – | – |" in none.rows
+    assert "| troll | 4e-05 | – | – | – | – | – | – |" in none.rows
+
+
+def test_the_whole_run_is_compared_on_its_own():
+    late = [line([0.0, 0.0, 0.04 * i, 0.8 + 0.02 * i], seed=i, region="troll") for i in range(3)]
+    soon = [line([0.8, 0.8, 0.8, 0.8], seed=i, region="clip") for i in range(3)]
+    found = tables.best_table(scores.finalists([*late, *soon], "region", None), "clip", None)
+    # End 0, 0.02, 0.04 above; the whole run 0.6, 0.585, 0.57 below: 4.303 · 0.015 / √3 = 0.037.
+    assert "| +0.020 ± 0.050 (+0.000 to +0.040), no difference | −0.585 ± 0.037 (−0.600 to −0.570), worse |" in found.rows
 
 
 def test_a_table_without_a_sweep_has_no_column_for_it():
     lines = [*cell([0.1, 0.2], region="troll"), *cell([0.3, 0.3], region="clip")]
     found = tables.best_table(scores.finalists(lines, "region", None), "clip", None)
     # 12.706 · 0.0707 / √2 = 0.635
-    assert found.rows.splitlines()[2].endswith("| −0.150 ± 0.635 | −0.200 to −0.100 | no difference |")
+    assert found.rows.splitlines()[2].endswith("| −0.150 ± 0.635 (−0.200 to −0.100), no difference |")
     assert "rate" not in found.rows
     assert "chosen" not in found.note
 
