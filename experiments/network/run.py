@@ -7,8 +7,8 @@ solved.
 
     python experiments/network/run.py --model DIR_OR_HUB_NAME --task sorting --arm troll --seed 0
 
-A plain training loop in fp32; the tasks are those of ``experiments/studies``. A run is a line in results.jsonl beside
-this file.
+A plain training loop in fp32; the tasks are those of ``experiments/studies``, and so is the place of the results: a run
+is a line in network.jsonl, of which ``experiments/studies/analyse.py`` makes a table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import troll
 from troll.projection.geodesic import point
 
 HERE = Path(__file__).parent
-TASKS = HERE.parent / "studies" / "tasks"
+STUDIES = HERE.parent / "studies"
 SUPPORTS = (16, 64, 256)
 LOSSES = {"troll": troll.troll_loss, "clip": troll.clip_loss, "none": troll.unconstrained_loss}
 
@@ -147,7 +147,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     rng = random.Random(args.seed)
-    task = runpy.run_path(str(TASKS / f"{args.task}.py"))
+    task = runpy.run_path(str(STUDIES / "tasks" / f"{args.task}.py"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(args.device).eval()
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--kl-bound", type=float, default=0.05)
     parser.add_argument("--regression-coef", type=float, default=1.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=HERE / "results.jsonl")
+    parser.add_argument("--output", type=Path, default=STUDIES / "results" / "network.jsonl")
     args = parser.parse_args()
     began = time.perf_counter()
     settings = {name: value for name, value in vars(args).items() if name not in ("model", "output")}

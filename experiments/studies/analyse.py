@@ -19,6 +19,7 @@ from pathlib import Path
 
 import figures
 import tables
+import whole
 from matplotlib.figure import Figure
 from results import RESULTS, read
 from scores import Finalist, at, axis_of, finalists, labels, strata
@@ -209,7 +210,7 @@ REGISTRY = {
 
 def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
     """All tables and all figures, by name."""
-    texts, images = {}, {}
+    texts, images = whole.written(results), {}
     for study, entry in REGISTRY.items():
         other = FRESH.get(study, "")
         stored = Stored(read(results, study), read(results, other) if other else [], other)
@@ -231,7 +232,7 @@ def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
     """The page with each table in its place; a place for a study without results stays as it is."""
-    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables}
+    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables} | set(whole.TABLES)
     unknown = {name for _, name, _ in _BLOCK.findall(page)} - known
     if unknown:
         raise ValueError(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")

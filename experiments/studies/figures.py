@@ -15,13 +15,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
-from scores import at, by_seed, difference, end, labels, over_seeds, planned, rewards, setting, smoothed
+from scores import FEWEST, at, by_seed, difference, end, labels, over_seeds, planned, rewards, setting, smoothed, spread
 
 from troll.report.data import Array, Missing
 from troll.report.style import DASHES, End, Size, colour, label_ends, log_axis, mark_level, panels, tick
 from troll.runs.arms import ARMS
 from troll.runs.folder import Line
-from troll.runs.statistics import interval
 
 Groups = Mapping[str, Sequence[Line]]
 """Arm → its runs."""
@@ -84,10 +83,10 @@ def curves(tasks: Mapping[str, Groups]) -> Figure:
             if not lines:
                 continue
             many = [smoothed(rewards(line)) for line in lines]
-            found = [interval(values) for values in zip(*many, strict=True)]
+            found = [spread(values) for values in zip(*many, strict=True)]
             x = np.arange(len(found), dtype=np.float64) + (2 if len(found) > 1 else 1)
             level = np.array([each.mean for each in found])
-            if len(lines) > 1:
+            if len(lines) >= FEWEST:
                 low, high = np.array([(each.low, each.high) for each in found], dtype=np.float64).T
                 ax.fill_between(x, low, high, color=colour(shades[arm]), alpha=0.13, linewidth=0)
             _line(ax, x, level, arm, shades[arm])
@@ -99,7 +98,10 @@ def curves(tasks: Mapping[str, Groups]) -> Figure:
 
 
 def changes(tasks: Groups, axis: str, base: str) -> Figure:
-    """Differences to ``base`` in the reward at the end: thin bar Student's interval, thick bar bootstrap."""
+    """Differences to ``base`` in the reward at the end: thin bar Student's interval, thick bar bootstrap.
+
+    Of two seeds, no thin bar: it would be all that is seen.
+    """
     rows = max(len(labels(lines, axis)) - 1 for lines in tasks.values())
     wide = max(len(x) for x in _all_labels(tasks, axis))
     size = replace(SIZE, height=(6.0 + 2.0 * rows) * SIZE.font)
@@ -112,7 +114,8 @@ def changes(tasks: Groups, axis: str, base: str) -> Figure:
             if gap is None:
                 continue
             shade = colour({"better": "troll", "worse": "clip"}.get(gap.says, "none"))
-            for found, width in ((gap.student, 1.2), (gap.bootstrap, 3.2)):
+            student = spread(list(gap.values.values()))
+            for found, width in ((student, 1.2), (gap.bootstrap, 3.2)):
                 if found.low is not None and found.high is not None:
                     ax.plot([found.low, found.high], [-i, -i], color=shade, linewidth=width, zorder=3)
             dots = list(gap.values.values())

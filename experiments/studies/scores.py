@@ -22,6 +22,8 @@ from troll.runs.statistics import Interval, compare, interval, resampled
 Measure = Callable[[Line], float | None]
 SEED = "seed"
 RESAMPLES = 2000
+FEWEST = 3
+"""Seeds for an interval: Student's for two is 9 times as wide as their distance."""
 GOOD = 0.9
 """A setting is good if it reaches this share of the best."""
 
@@ -193,7 +195,12 @@ def by_seed(lines: Sequence[Line], measure: Measure) -> dict[str, float]:
 def over_seeds(lines: Sequence[Line], measure: Measure) -> Interval | None:
     """Mean and Student's 95 % interval of a cell; None if no run has a value."""
     values = list(by_seed(lines, measure).values())
-    return interval(values) if values else None
+    return spread(values) if values else None
+
+
+def spread(values: Sequence[float]) -> Interval:
+    """Mean and Student's 95 % interval; of fewer than three values the mean alone."""
+    return interval(values) if len(values) >= FEWEST else Interval(_mean(values), None, None)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from scores import (
+    FEWEST,
     Difference,
     Finalist,
     Measure,
@@ -71,7 +72,7 @@ def sweep_table(lines: Sequence[Line], arms: str, sweep: str) -> Table:
             cells.append(_bold(text) if value == chosen[arm] else text)
         rows.append([arm, *cells, _width(good[arm].of_all), _width(good[arm].of_own)])
     head = [f"{arms} \\ {sweep}", *values, "≥ 90 % of the best", "≥ 90 % of its own best"]
-    return _table(
+    return table(
         head,
         rows,
         f"{_END} ± Student's 95 % interval, {_count(most)}. Bold: the best of the row. "
@@ -89,7 +90,7 @@ def best_table(found: Mapping[str, Finalist], base: str, sweep: str | None, stud
         against = [_in_one(difference(finalist.lines, other, measure) if other else None) for measure in (end, mean)]
         rows.append([arm, *([finalist.value or NONE] if sweep else []), *scores, *against])
     head = ["arm", *([sweep] if sweep else []), "end", "whole run", "held-out", "largest drop"]
-    return _table(
+    return table(
         [*head, f"end, against {base}", f"whole run, against {base}"],
         rows,
         f"{_END}, over the whole run, last held-out reward, and largest fall of the reward from its highest; ± "
@@ -109,7 +110,7 @@ def axis_table(lines: Sequence[Line], axis: str, arms: str, base: str) -> Table:
             text = score(mine, end, most)
             cells.append(_bold(text) if gap and gap.says == "better" else text)
         rows.append([value, *cells])
-    return _table(
+    return table(
         [f"{axis} \\ {arms}", *names],
         rows,
         f"{_END} ± Student's 95 % interval, {_count(most)}. Bold: better than {base} in the same row, paired by seed, "
@@ -127,7 +128,7 @@ def changes_table(lines: Sequence[Line], axis: str, base: str) -> Table:
         gap = difference(mine, reference, end) if change != base and reference else None
         rows.append([change, *(score(mine, measure, most) for measure in (end, mean, held_out)), *_against(gap)])
     head = [axis, "end", "whole run", "held-out", f"end, against {base}", "bootstrap", "verdict"]
-    return _table(
+    return table(
         head,
         rows,
         f"{_END}, over the whole run, and last held-out reward; ± Student's 95 % interval, {_count(most)}. {_RULE}",
@@ -146,7 +147,7 @@ def overall_table(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> T
         against = stratified(paired) if arm != base and len(paired) == len(tasks) else None
         signed = [NONE, NONE] if against is None else [decimals(against.mean, sign="+"), _ends(against)]
         rows.append([arm, decimals(reached.mean), _ends(reached, ""), *signed])
-    return _table(
+    return table(
         ["arm", "end, mean of the tasks", "bootstrap", f"end, against {base}", "bootstrap"],
         rows,
         f"{_END}, mean of {len(tasks)} tasks; 95 % bootstrap, seeds resampled within each task, somewhat too narrow "
@@ -164,7 +165,7 @@ def network_table(groups: Mapping[str, Sequence[Line]]) -> Table:
             rows.append([name, *moved, _share(lines), _steps(lines), *_support(lines), left])
     kl = ["token KL", "largest token KL", "sequence KL, network", "sequence KL, projected"]
     most = max((len(lines) for lines in groups.values()), default=0)
-    return _table(
+    return table(
         ["", *kl, "tokens projected or clipped", "solver steps", "kept mass", "tokens kept", "entropy, end"],
         rows,
         "Token and sequence KL of the network to the old policy in the last update on a rollout, mean over the "
@@ -174,7 +175,8 @@ def network_table(groups: Mapping[str, Sequence[Line]]) -> Table:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Table:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Table:
+    """Cells → Markdown."""
     body = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
     return Table(body, note)
 
@@ -274,7 +276,8 @@ def _most(lines: Sequence[Line], *axes: str) -> int:
 
 
 def _count(most: int) -> str:
-    return "one seed, so no interval" if most == 1 else f"{most} seeds"
+    seeds = "one seed" if most == 1 else f"{most} seeds"
+    return seeds if most >= FEWEST else f"{seeds}, too few for an interval"
 
 
 def _bold(text: str) -> str:

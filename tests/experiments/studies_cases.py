@@ -18,6 +18,7 @@ import results
 import scores
 import study
 import tables
+import whole
 
 __all__ = [
     "STUDIES",
@@ -32,6 +33,7 @@ __all__ = [
     "scores",
     "study",
     "tables",
+    "whole",
     "write",
 ]
 Line = dict[str, Any]

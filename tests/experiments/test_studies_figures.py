@@ -54,8 +54,8 @@ def test_scores_over_rates_are_means_with_intervals_and_every_seed():
 
 
 def test_an_axis_of_rewards_stays_between_0_and_1():
-    wide = [*cell([0.1, 0.9], region="troll", updates=1), *cell([0.5, 0.5], region="troll", updates=16)]
-    (ax,) = figures.over_updates({"": wide}, "updates", "region").axes  # Student's interval is 0.5 ± 5.1
+    wide = [*cell([0.1, 0.5, 0.9], region="troll", updates=1), *cell([0.5] * 3, region="troll", updates=16)]
+    (ax,) = figures.over_updates({"": wide}, "updates", "region").axes  # Student's interval is 0.5 ± 1.0
     assert ax.get_ylim() == (-0.02, 1.02)
     assert ax.get_xlabel() == "updates per rollout"
     points = [*cell([1.0, 9.0], region="troll", updates=1)]
@@ -77,8 +77,11 @@ def test_curves_are_means_of_three_rollouts_and_go_to_0_with_a_failed_run():
     assert x == [2, 3, 4, 5]
     assert y == pytest.approx([0.3, (0.6 + 0.3) / 2, (0.8 + 0.2) / 2, 0.45])
     assert texts(ax) == ["troll"]
+    assert not ax.collections  # no interval of two
+    (ax,) = figures.curves({"": {"troll": [whole, failed, line([0.0, 0.3, 0.6, 0.45, 0.45, 0.45], seed=2)]}}).axes
     (band,) = ax.collections
-    assert band.get_paths()[0].vertices[:, 1].max() == pytest.approx(0.45 + 12.706 * 0.45)  # at 5: 0.9 and 0
+    highest = 0.45 + 4.3027 * 0.45 / math.sqrt(3)  # at 5: 0.9, 0 and 0.45
+    assert band.get_paths()[0].vertices[:, 1].max() == pytest.approx(highest, rel=1e-4)
 
 
 def test_changes_are_differences_with_both_intervals():

@@ -14,12 +14,12 @@ SWEEP = [
 
 
 def test_a_sweep():
-    # Student: 4.303 · 0.02 / √3 = 0.050; 12.706 · 0.0707 / √2 = 0.635. 90 % of 0.62 is 0.558, of 0.6 it is 0.54.
+    # Student: 4.303 · 0.02 / √3 = 0.050; none of two. 90 % of 0.62 is 0.558, of 0.6 it is 0.54.
     assert tables.sweep_table(SWEEP, "region", "rate").rows.splitlines() == [
         "| region \\ rate | 1e-05 | 4e-05 | ≥ 90 % of the best | ≥ 90 % of its own best |",
         "| --- | --- | --- | --- | --- |",
         "| troll | 0.520 ± 0.050 | **0.620 ± 0.050** | 1 (×1) | 1 (×1) |",
-        "| clip | **0.600 ± 0.000** | 0.150 ± 0.635 (n = 2) | 1 (×1) | 1 (×1) |",
+        "| clip | **0.600 ± 0.000** | 0.150 (n = 2) | 1 (×1) | 1 (×1) |",
     ]
     assert "± Student's 95 % interval, 3 seeds." in tables.sweep_table(SWEEP, "region", "rate").note
     holes = [x for x in SWEEP if x["place"] != {"seed": "0", "region": "clip", "rate": "4e-05"}]
@@ -77,7 +77,7 @@ def test_failed_runs_are_counted_and_said():
     lines = [*cell([0.5, 0.5], region="clip"), line([0.5] * 2, planned=4, status="failed", seed=2, region="clip")]
     text = tables.score(lines, scores.end, 3)
     assert text == "0.333 ± 0.717 (1 failed)"  # (0.5 + 0.5 + 0) / 3, 4.303 · 0.2887 / √3
-    assert tables.score(lines, scores.held_out, 3) == "0.500 ± 0.000 (n = 2, 1 failed)"
+    assert tables.score(lines, scores.held_out, 3) == "0.500 (n = 2, 1 failed)"
     assert tables.score([], scores.end, 3) == "–"
     assert tables.score(lines[2:], scores.held_out, 1) == "– (1 failed)"
 
@@ -134,7 +134,7 @@ def test_what_the_network_did():
         "kept_mass__old": 0.99314,
         "support_size__old": 38.6,
     }
-    troll = network(cell([0.5, 0.5]), projected_fraction=0.0779, entropy=0.5, **moved, **solved)
+    troll = network(cell([0.5, 0.5, 0.5]), projected_fraction=0.0779, entropy=0.5, **moved, **solved)
     troll[0]["rollouts"]["kl_before/max"][1] = 25.67
     clip = network(cell([0.5, 0.5]), **{"clip_ratio__region_mean": 0.021})
     found = tables.network_table({"troll": troll, "clip": clip, "gspo": []}).rows.splitlines()
@@ -143,16 +143,22 @@ def test_what_the_network_did():
         "| tokens projected or clipped | solver steps | kept mass | tokens kept | entropy, end |"
     )
     assert found[2:] == [
-        "| troll | 0.0206 ± 0.0000 | 25.2 ± 6.4 | 0.300 ± 0.000 | 0.100 ± 0.000 | 7.79 % "
+        "| troll | 0.0206 ± 0.0000 | 25.0 ± 1.4 | 0.300 ± 0.000 | 0.100 ± 0.000 | 7.79 % "
         "| 3.5 (6) | 0.9931 | 38.6 | 0.500 ± 0.000 |",
         "| clip | – | – | – | – | 2.1 % | – | – | – | – |",
     ]
 
 
+def test_two_seeds_have_no_interval_and_it_is_said():
+    found = tables.sweep_table(cell([0.5, 0.6], region="troll", rate="1e-05"), "region", "rate")
+    assert "| **0.550** |" in found.rows
+    assert "2 seeds, too few for an interval." in found.note
+
+
 def test_one_seed_has_no_interval_and_it_is_said():
     found = tables.sweep_table([flat(0.5, region="troll", rate="1e-05")], "region", "rate")
     assert "| **0.500** |" in found.rows
-    assert "one seed, so no interval" in found.note
+    assert "one seed, too few for an interval." in found.note
 
 
 def test_notes_stand_once_where_they_are_the_same():
