@@ -55,6 +55,10 @@ def table_of(text, name):
     return text.split(f"<!-- table: {name} -->")[1].split("<!-- end of table -->")[0].strip()
 
 
+def test_what_is_stored_is_what_the_results_say(capsys):
+    assert analyse.main(["--check"]) == 0, capsys.readouterr().out
+
+
 def test_from_results_to_tables_and_figures(tmp_path, run, capsys):
     everything(tmp_path / "results")
     assert run("--check") == 1
