@@ -5,10 +5,11 @@
     loss, metrics = troll.troll_loss(proposal, old, advantages, loss_mask)
     loss.backward()
 
-The data flows through the folders in this order: policy → projection → objective; ``advantages`` stand beside them.
+The data flows through the folders in this order: policy → projection → objective; ``advantages`` stand beside them,
+``diagnostics`` answer questions about a batch.
 """
 
-from troll import advantages
+from troll import advantages, diagnostics
 from troll.errors import InputError
 from troll.objective import aggregate, clip_loss, fused_troll_loss, regression, troll_loss, unconstrained_loss
 from troll.policy import Head, PackedPolicy, SparsePolicy, restrict, sparsify, token_kl
@@ -25,6 +26,7 @@ __all__ = [
     "advantages",
     "aggregate",
     "clip_loss",
+    "diagnostics",
     "fused_troll_loss",
     "project",
     "regression",

@@ -1,0 +1,153 @@
+"""How much of the gradient does a trust region let through? Clip and TROLL beside no trust region, on the same batch.
+
+Per token, with a the sampled token, A its advantage and r the ratio, the gradient of the objective with respect to the
+logits is, up to the weight of the token in the aggregation,
+
+    no trust region   u_j = A r (1{j=a} − π̃_j)
+    clip              u where the clip does not act, 0 where it does
+    TROLL, ratio      A r ∂ log r / ∂ d_j, equation (6): u where the bound is not active
+    TROLL             the same, less the gradient of α KL(π̃ ‖ ⌊π⌋)
+
+and for each g of them: kept ‖g‖, removed ‖u − g‖, cosine of g and u. The gradients are those of the losses themselves.
+Over all tokens they are laid side by side: every token has logits of its own. It is not the gradient on the weights of
+the network, where tokens may cancel or add.
+
+Logits are those of the kept tokens, and one more for all others together, whose gradient is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from troll.diagnostics.inputs import constant
+from troll.objective import Aggregation, Metrics, RatioLevel, clip_loss, troll_loss, unconstrained_loss
+from troll.policy import SparsePolicy, Tail
+
+__all__ = ["GradientComparison", "GradientKept", "compare_gradients", "logit_gradient"]
+
+Loss = Callable[..., tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientKept:
+    """A constrained gradient g beside the unconstrained u, per token [B, T] and in total; constants."""
+
+    norm: Tensor
+    """[B, T] ‖g‖."""
+    removed: Tensor
+    """[B, T] ‖u − g‖."""
+    cosine: Tensor
+    """[B, T] of g and u; 0 where one of them is 0."""
+    total_norm: float
+    """‖g‖ / ‖u‖ over all tokens; NaN where u is 0 everywhere."""
+    total_removed: float
+    """‖u − g‖ / ‖u‖ over all tokens."""
+    total_cosine: float
+    silent: float
+    """Share of the tokens with u ≠ 0 that have g = 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class GradientComparison:
+    """What clip and TROLL make of the gradient of a batch."""
+
+    unconstrained: Tensor
+    """[B, T] ‖u‖."""
+    clip: GradientKept
+    troll_ratio: GradientKept
+    """TROLL's ratio term alone."""
+    troll: GradientKept
+    """With the regression term, which is a gradient of its own: ``removed`` is then more than what was lost."""
+
+
+def logit_gradient(
+    loss: Loss, proposal: SparsePolicy, old: SparsePolicy, advantages: Tensor, loss_mask: Tensor, **options: Any
+) -> Tensor:
+    """Gradient of the objective, minus ``loss``, with respect to the logits of every token, [B, T, K + 1].
+
+    The last is that of all tokens outside the support, together. Gradients g on log-probabilities become
+    (g_j − π̃_j Σg) / temperature on logits.
+
+    Args:
+        loss: ``troll_loss``, ``clip_loss``, ``unconstrained_loss``, or any with their signature.
+        proposal, old, advantages, loss_mask, options: what it takes.
+    """
+    p, q = constant(proposal), constant(old)
+    log_probs, log_tail = p.log_probs.requires_grad_(), p.log_tail.requires_grad_()
+    leaf = SparsePolicy.trusted(p.token_ids, log_probs, log_tail, p.vocab_size, p.temperature)
+    with torch.enable_grad():
+        value, _ = loss(leaf, q, advantages, loss_mask, **options)
+        on_kept, on_tail = torch.autograd.grad(-value, (log_probs, log_tail), materialize_grads=True)
+    probs = torch.cat([log_probs.detach(), log_tail.detach().unsqueeze(-1)], dim=-1).exp()
+    g = torch.where(probs > 0, torch.cat([on_kept, on_tail.unsqueeze(-1)], dim=-1), 0.0)
+    return (g - probs * g.sum(-1, keepdim=True)) / p.temperature
+
+
+def compare_gradients(
+    proposal: SparsePolicy,
+    old: SparsePolicy,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    kl_bound: float | Tensor = 0.05,
+    regression_coef: float = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    tail: Tail = "floor",
+    ratio_level: RatioLevel = "token",
+    aggregation: Aggregation = "token_mean",
+    max_length: int | None = None,
+    importance_weights: Tensor | None = None,
+) -> GradientComparison:
+    """Gradient kept and removed by clip(ε) and by TROLL(``kl_bound``, α) on the same tokens.
+
+    Args:
+        proposal, old, advantages, loss_mask: as for ``troll_loss``; nothing is changed, no gradient is left behind.
+        kl_bound, regression_coef: of TROLL.
+        clip_low, clip_high: of the clip.
+        tail, ratio_level, aggregation, max_length, importance_weights: of all of them, as for ``troll_loss``.
+    """
+    of = partial(
+        logit_gradient,
+        proposal=proposal,
+        old=old,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        tail=tail,
+        ratio_level=ratio_level,
+        aggregation=aggregation,
+        max_length=max_length,
+        importance_weights=importance_weights,
+        impl="reference",
+    )
+    u = of(unconstrained_loss)
+    return GradientComparison(
+        unconstrained=u.norm(dim=-1),
+        clip=_kept(of(clip_loss, clip_low=clip_low, clip_high=clip_high), u),
+        troll_ratio=_kept(of(troll_loss, kl_bound=kl_bound, regression_coef=0.0), u),
+        troll=_kept(of(troll_loss, kl_bound=kl_bound, regression_coef=regression_coef), u),
+    )
+
+
+def _kept(g: Tensor, u: Tensor) -> GradientKept:
+    before, after, removed = u.norm(dim=-1), g.norm(dim=-1), (u - g).norm(dim=-1)
+    total = u.norm()
+    return GradientKept(
+        norm=after,
+        removed=removed,
+        cosine=_cosine((g * u).sum(-1), after, before),
+        total_norm=float(g.norm() / total),
+        total_removed=float((u - g).norm() / total),
+        total_cosine=float(_cosine((g * u).sum(), g.norm(), total)),
+        silent=float(((before > 0) & (after == 0)).sum() / (before > 0).sum()),
+    )
+
+
+def _cosine(product: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where((a > 0) & (b > 0), product / (a * b), 0.0)

@@ -1,0 +1,123 @@
+"""How far apart are two policies over whole completions? Sequence KL from completions that the old one sampled.
+
+With o a completion drawn from π_old, r_t = π̃(o_t)/π_old(o_t), w_t = Π_{s≤t} r_s, and KL_t the KL of the distributions
+of token t, given what stands before it, the chain rule gives four sums whose expectations are a KL of completions:
+
+    KL(π_old ‖ π̃)   token KLs    Σ_t KL_t(π_old ‖ π̃)              log-ratio    −Σ_t log r_t
+    KL(π̃ ‖ π_old)   token KLs    Σ_t w_{t−1} KL_t(π̃ ‖ π_old)      log-ratio    Σ_t w_t log r_t
+
+The second line needs the weights w, as the completions are not the proposal's; each token has those of the tokens
+before it alone, which is enough and varies less than the weight of the whole. Log-ratios depend on the one token that
+was sampled and vary more, as a rule. Without w, Σ_t KL_t(π̃ ‖ π_old), the metric ``sequence_kl_before``, is neither.
+
+Where a policy dropped tokens, the token KLs are those of ``align``: with ``tail="bucket"`` at most the true ones. The
+log-ratios are those of the full softmax and stay unbiased.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from troll.diagnostics.inputs import constant, counted_pair, per_sequence_ids
+from troll.diagnostics.intervals import Estimate, effective_share, estimate_mean
+from troll.errors import InputError
+from troll.policy import SparsePolicy, Tail, align, token_kl
+
+__all__ = ["SequenceKL", "SequenceTerms", "estimate_sequence_kl", "sequence_terms"]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTerms:
+    """The four sums of each sequence, [B], 0 for one without a counted token; constants."""
+
+    old_to_proposal: Tensor
+    """[B] Σ_t KL_t(π_old ‖ π̃)."""
+    old_to_proposal_by_ratio: Tensor
+    """[B] −Σ_t log r_t."""
+    proposal_to_old: Tensor
+    """[B] Σ_t w_{t−1} KL_t(π̃ ‖ π_old)."""
+    proposal_to_old_by_ratio: Tensor
+    """[B] Σ_t w_t log r_t."""
+    log_weight: Tensor
+    """[B] log w of the whole completion."""
+
+
+@dataclass(frozen=True)
+class SequenceKL:
+    """KL of completions between two policies, both ways, from token KLs and from log-ratios."""
+
+    old_to_proposal: Estimate
+    """KL(π_old ‖ π̃) from token KLs."""
+    old_to_proposal_by_ratio: Estimate
+    proposal_to_old: Estimate
+    """KL(π̃ ‖ π_old) from token KLs and weights."""
+    proposal_to_old_by_ratio: Estimate
+    effective_share: float
+    """(Σw)² / (B Σw²) of the completions' weights: far below 1, few completions decide about KL(π̃ ‖ π_old)."""
+
+
+def sequence_terms(
+    proposal: SparsePolicy, old: SparsePolicy, loss_mask: Tensor, *, tail: Tail = "floor"
+) -> SequenceTerms:
+    """What each completion says about the KL of completions; see above.
+
+    Args:
+        proposal, old: the policies, [B, T], of completions that ``old`` sampled.
+        loss_mask: [B, T] which tokens the policy chose.
+        tail: how dropped probability is treated in the token KLs.
+    """
+    counted = counted_pair(proposal, old, loss_mask)
+    p, q = constant(proposal), constant(old)
+    aligned = align(p, q, tail)
+
+    def sums(x: Tensor) -> Tensor:
+        return torch.where(counted, x, 0.0).sum(-1)
+
+    log_ratio = torch.where(counted, p.sampled_log_probs - q.sampled_log_probs, 0.0)
+    log_weight = log_ratio.cumsum(-1)
+    before = (log_weight - log_ratio).exp()
+    return SequenceTerms(
+        old_to_proposal=sums(token_kl(aligned.old, aligned.proposal)),
+        old_to_proposal_by_ratio=-sums(log_ratio),
+        proposal_to_old=sums(before * token_kl(aligned.proposal, aligned.old)),
+        proposal_to_old_by_ratio=sums(log_weight.exp() * log_ratio),
+        log_weight=sums(log_ratio),
+    )
+
+
+def estimate_sequence_kl(
+    proposal: SparsePolicy,
+    old: SparsePolicy,
+    loss_mask: Tensor,
+    *,
+    groups: Tensor | None = None,
+    tail: Tail = "floor",
+    confidence: float = 0.95,
+) -> SequenceKL:
+    """KL of completions between two policies, averaged over the prompts, with confidence intervals.
+
+    Args:
+        proposal, old, loss_mask, tail: as for ``sequence_terms``. A sequence without a counted token is left out.
+        groups: [B] which prompt each completion answers. Without them every completion counts as independent of the
+            others, and where several answer the same prompt, the interval is too short for other prompts.
+        confidence: of the intervals.
+    """
+    terms = sequence_terms(proposal, old, loss_mask, tail=tail)
+    used = loss_mask.bool().any(-1)
+    if not bool(used.any()):
+        raise InputError("a loss_mask without a counted token", "at least one completion", "another batch")
+    members = None if groups is None else per_sequence_ids("groups", groups, len(used)).to(used.device)[used]
+
+    def mean(x: Tensor) -> Estimate:
+        return estimate_mean(x[used], members, confidence=confidence)
+
+    return SequenceKL(
+        old_to_proposal=mean(terms.old_to_proposal),
+        old_to_proposal_by_ratio=mean(terms.old_to_proposal_by_ratio),
+        proposal_to_old=mean(terms.proposal_to_old),
+        proposal_to_old_by_ratio=mean(terms.proposal_to_old_by_ratio),
+        effective_share=effective_share(terms.log_weight[used]),
+    )

@@ -1,0 +1,180 @@
+"""Which tokens move? The KL per token by place in the completion, by class of token, by sign of the advantage.
+
+The counted tokens are sorted into groups; of each group, with KL the values and ε the bound:
+
+    count, mean, p50, p99, max, outside = #{KL > ε} / count, share = Σ KL of the group / Σ KL of all
+
+Percentiles are the nearest value from below, as in the metrics of the losses. A group without a token has zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from troll.diagnostics.inputs import as_mask, constant, counted_pair, per_token
+from troll.errors import InputError
+from troll.policy import SparsePolicy, Tail, align, token_kl
+from troll.projection import check_kl_bound
+
+__all__ = ["Spectrum", "by_advantage", "by_class", "by_position", "kl_per_token"]
+
+_SIGNS = ("negative", "zero", "positive")
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Numbers per group [G], in the order of ``names``; constants."""
+
+    names: tuple[str, ...]
+    count: Tensor
+    """[G] tokens."""
+    mean: Tensor
+    """[G] of the KL."""
+    p50: Tensor
+    """[G] median."""
+    p99: Tensor
+    """[G] 99th percentile."""
+    max: Tensor
+    """[G] largest."""
+    outside: Tensor
+    """[G] share of the group's tokens with KL > ε."""
+    share: Tensor
+    """[G] of the total KL of all groups; NaN where that is infinite."""
+
+    def rows(self) -> list[dict[str, str | float]]:
+        """One dict per group, ``group`` its name: for printing, or a table of any library."""
+        numbers = {field.name: getattr(self, field.name).tolist() for field in fields(self) if field.name != "names"}
+        return [
+            {"group": name, **{key: column[i] for key, column in numbers.items()}} for i, name in enumerate(self.names)
+        ]
+
+
+def kl_per_token(proposal: SparsePolicy, old: SparsePolicy, loss_mask: Tensor, *, tail: Tail = "floor") -> Tensor:
+    """KL(π̃ ‖ π_old) per token, [B, T], 0 where nothing counts: what the trust region bounds (``kl_before``)."""
+    counted = counted_pair(proposal, old, loss_mask)
+    kl = token_kl(*align(constant(proposal), constant(old), tail))
+    return torch.where(counted, kl, 0.0)
+
+
+def by_position(
+    kl: Tensor,
+    loss_mask: Tensor,
+    *,
+    kl_bound: float | Tensor = 0.05,
+    bins: int = 4,
+    starts: Sequence[int] | None = None,
+) -> Spectrum:
+    """KL by place in the completion, counted in counted tokens.
+
+    Args:
+        kl: [B, T] KL per token, ≥ 0.
+        loss_mask: [B, T] which tokens count.
+        kl_bound: ε, one number or one per token [B, T].
+        bins: relative places: token i of n is in bin ⌊i · bins / n⌋.
+        starts: absolute places instead: where each bin starts, from 0, ascending; the last one is open.
+    """
+    counted = as_mask(loss_mask)
+    place = counted.cumsum(-1) - 1
+    if starts is None:
+        if bins < 1:
+            raise InputError(f"bins={bins}", "at least 1", "bins=4, the default: quarters of the completion")
+        group = place * bins // counted.sum(-1, keepdim=True).clamp(min=1)
+        names = [f"{100 * i / bins:.3g}–{100 * (i + 1) / bins:.3g} %" for i in range(bins)]
+    else:
+        if list(starts[:1]) != [0] or any(a >= b for a, b in pairwise(starts)):
+            raise InputError(f"starts={list(starts)}", "ascending places from 0", "starts=(0, 16, 64, 256)")
+        edges = torch.tensor(starts, device=place.device)
+        group = torch.searchsorted(edges, place.contiguous(), right=True) - 1
+        names = [f"{a}–{b - 1}" if b > a + 1 else f"{a}" for a, b in pairwise(starts)]
+        names.append(f"{starts[-1]}–")
+    return _spectrum(kl, counted, group, names, kl_bound)
+
+
+def by_class(
+    kl: Tensor,
+    loss_mask: Tensor,
+    classes: Tensor,
+    names: Sequence[str],
+    *,
+    kl_bound: float | Tensor = 0.05,
+) -> Spectrum:
+    """KL by class of the token.
+
+    Args:
+        kl, loss_mask, kl_bound: as for ``by_position``.
+        classes: [B, T] class of each token, from 0 to len(names) − 1: ``token_classes(tokenizer).of(sampled)``, or any.
+        names: of the classes.
+    """
+    return _spectrum(kl, as_mask(loss_mask), classes, names, kl_bound)
+
+
+def by_advantage(kl: Tensor, loss_mask: Tensor, advantages: Tensor, *, kl_bound: float | Tensor = 0.05) -> Spectrum:
+    """KL by sign of the advantage: does the policy move to what it should do, or away from what it should not?
+
+    Args:
+        kl, loss_mask, kl_bound: as for ``by_position``.
+        advantages: [B] or [B, T].
+    """
+    counted = as_mask(loss_mask)
+    sign = per_token("advantages", advantages, counted).sign().long() + 1
+    return _spectrum(kl, counted, sign, _SIGNS, kl_bound)
+
+
+def _spectrum(kl: Tensor, counted: Tensor, group: Tensor, names: Sequence[str], kl_bound: float | Tensor) -> Spectrum:
+    values = per_token("kl", kl, counted)[counted]  # [N]
+    outside = values.to(kl.dtype) > _bounds(kl_bound, counted, kl.dtype)  # a KL of ε, rounded to fp32, is not above ε
+    of = _checked(group, counted, names)
+    G = len(names)
+    count = torch.bincount(of, minlength=G)
+    order = values.argsort()
+    order = order[of[order].argsort(stable=True)]  # by group, and inside a group by value
+    ordered = torch.cat([values[order], values.new_zeros(1)])
+    first = count.cumsum(0) - count
+
+    def at(rank: Tensor) -> Tensor:
+        return torch.where(count > 0, ordered[torch.where(count > 0, first + rank, 0)], 0.0)
+
+    def total(x: Tensor) -> Tensor:
+        return values.new_zeros(G).index_add(0, of, x)
+
+    sums, some = total(values), count.clamp(min=1)
+    everything = sums.sum()
+    return Spectrum(
+        names=tuple(names),
+        count=count,
+        mean=sums / some,
+        p50=at((count - 1) // 2),
+        p99=at(99 * (count - 1) // 100),
+        max=at(count - 1),
+        outside=total(outside.to(values.dtype)) / some,
+        share=torch.where(everything > 0, sums / everything, 0.0),
+    )
+
+
+def _bounds(kl_bound: float | Tensor, counted: Tensor, dtype: torch.dtype) -> Tensor:
+    check_kl_bound(kl_bound)
+    if not isinstance(kl_bound, Tensor) or kl_bound.dim() == 0:
+        return torch.tensor(float(kl_bound), dtype=dtype, device=counted.device)
+    return per_token("kl_bound", kl_bound, counted)[counted].to(dtype)
+
+
+def _checked(group: Tensor, counted: Tensor, names: Sequence[str]) -> Tensor:
+    if group.shape != counted.shape or group.is_floating_point():
+        raise InputError(
+            f"classes {list(group.shape)} of {group.dtype} for a loss_mask {list(counted.shape)}",
+            "one integer per token [B, T]",
+            "token_classes(tokenizer).of(sampled)",
+        )
+    of = group[counted].long()
+    if bool(((of < 0) | (of >= len(names))).any()):
+        raise InputError(
+            f"classes from {int(of.min())} to {int(of.max())} with {len(names)} names",
+            f"classes from 0 to {len(names) - 1} at every counted token",
+            "one name per class, or leaving the other tokens out of loss_mask",
+        )
+    return of
