@@ -32,6 +32,7 @@ from troll.policy import SparsePolicy, Tail
 __all__ = ["GradientComparison", "GradientKept", "compare_gradients", "logit_gradient"]
 
 Loss = Callable[..., tuple[Tensor, Metrics]]
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class GradientKept:
     """‖u − g‖ / ‖u‖ over all tokens."""
     total_cosine: float
     silent: float
-    """Share of the tokens with u ≠ 0 that have g = 0."""
+    """Share of the tokens with u ≠ 0 whose g is 0: below 1e-9 ‖u‖, the rounding of (6)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +146,7 @@ def _kept(g: Tensor, u: Tensor) -> GradientKept:
         total_norm=float(g.norm() / total),
         total_removed=float((u - g).norm() / total),
         total_cosine=float(_cosine((g * u).sum(), g.norm(), total)),
-        silent=float(((before > 0) & (after == 0)).sum() / (before > 0).sum()),
+        silent=float(((before > 0) & (after <= _ROUNDING * before)).sum() / (before > 0).sum()),
     )
 
 
