@@ -37,6 +37,37 @@ def test_the_expectation_of_every_estimator_is_the_kl_of_completions(options):
     assert expectation(model, terms.log_weight.exp()) == pytest.approx(1, abs=ROUNDING)
 
 
+def test_the_terms_of_every_completion():
+    """A token's KL has the weight of the tokens before it, without its own; its log-ratio with its own."""
+    model = Enumerated(V=3, T=4, seed=2, ends=True)
+    terms = sequence_terms(*model.batch())
+    for i, o in enumerate(model.completions):
+        there = back = by_ratio = 0.0
+        weight = 1.0
+        for t, token in enumerate(o):
+            q, p = (table[o[:t]].softmax(-1).tolist() for table in model.tables)
+            there += sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+            back += weight * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+            weight *= p[token] / q[token]
+            by_ratio += weight * math.log(p[token] / q[token])
+        expected = (there, -math.log(weight), back, by_ratio, math.log(weight))
+        found = [float(getattr(terms, field.name)[i]) for field in fields(terms)]
+        assert found == pytest.approx(expected, abs=10 * ROUNDING)
+
+
+def test_tokens_that_do_not_count_add_nothing():
+    """Both policies have a distribution there, as at the tokens of a tool."""
+    model = Enumerated(T=4)
+    proposal, old, mask = model.batch()
+    mask = mask.clone()
+    mask[:, 1] = False
+    terms = sequence_terms(proposal, old, mask)
+    keep = torch.tensor([0, 2, 3])
+    expected = sequence_terms(proposal[:, keep], old[:, keep], torch.ones(len(mask), 3))
+    for field in fields(terms):
+        torch.testing.assert_close(getattr(terms, field.name), getattr(expected, field.name), atol=ROUNDING, rtol=0)
+
+
 def test_without_weights_the_kl_to_old_is_biased():
     model = Enumerated(distance=2.0, seed=3)
     proposal, old, mask = model.batch()
