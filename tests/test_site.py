@@ -224,7 +224,14 @@ def test_marked_python_runs(
     monkeypatch.chdir(tmp_path)
     example_folder(tmp_path / "runs" / "arithmetic-troll")
     marked = list(blocks("python", mark="run"))
-    assert {page for _, page, _ in marked} == {"kernels.md", "pytorch.md", "rewards.md", "runs.md", "tasks.md"}
+    assert {page for _, page, _ in marked} == {
+        "diagnostics.md",
+        "kernels.md",
+        "pytorch.md",
+        "rewards.md",
+        "runs.md",
+        "tasks.md",
+    }
     for _, page, code in marked:
         exec(compile(code, page, "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out

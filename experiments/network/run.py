@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor
 
 import troll
-from troll.projection.geodesic import point
+from troll.diagnostics import Conditioning, solver_conditioning
 
 HERE = Path(__file__).parent
 STUDIES = HERE.parent / "studies"
@@ -78,24 +78,19 @@ class Rollout:
         yield from torch.arange(len(self.ids), device=self.ids.device).split(size)
 
 
-def solved(proposal: troll.SparsePolicy, old: troll.SparsePolicy, counted: Tensor, bound: float) -> dict[str, Tensor]:
-    """Of each token that is projected: solver steps, t, and the variance that the derivative divides by."""
-    log_probs, log_old = (
-        torch.cat([policy.log_probs, policy.log_tail.unsqueeze(-1)], dim=-1)[counted].detach().double()
-        for policy in (proposal, old)
-    )
-    projection = troll.project(log_probs, log_old, bound)
-    active = projection.active
-    d = torch.where(log_old.isfinite(), log_probs - log_old, 0.0)
-    at = point(log_old[active], d[active], projection.mix[active])
-    near = (projection.kl_before / bound - 1).abs() < 0.1
-    return {
-        "steps": projection.iterations[active].double(),
-        "mix": projection.mix[active],
-        "variance": at.variance,
-        "near the kink": near.double(),
-        "projected": active.double(),
+def solved(updates: list[Conditioning]) -> dict[str, float]:
+    """How the equation of the projected tokens was solved, over the updates on a rollout."""
+
+    def all_of(name: str) -> Tensor:
+        return torch.cat([getattr(update, name) for update in updates]).double()
+
+    row = {
+        "projected": all_of("active").mean().item(),
+        "near the kink": (all_of("kink_distance") < 0.1).double().mean().item(),
     }
+    for name, field in (("steps", "iterations"), ("mix", "mix"), ("variance", "variance")):
+        row |= quantiles(all_of(field), name)
+    return row
 
 
 def reached(model: Any, rollout: Rollout, before: Tensor, size: int, kl_bound: float) -> dict[str, float]:
@@ -159,7 +154,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
             before = torch.cat([rollout.logits(model, part) for part in rollout.parts(args.mini_batch)])
         old = troll.sparsify(before, rollout.sampled, loss_mask=rollout.counted)
         row = {"reward": rollout.rewards.mean().item(), **kept(before, rollout)}
-        seen: list[dict[str, Tensor]] = []
+        seen: list[Conditioning] = []
         for part in torch.randperm(len(before)).to(args.device).split(args.mini_batch):
             proposal = troll.restrict(rollout.logits(model, part), old[part])
             counted = rollout.counted[part]
@@ -167,15 +162,12 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
             loss, metrics = LOSSES[args.arm](
                 proposal, old[part], rollout.advantages[part], counted, **extra, tail="bucket"
             )
-            seen.append(solved(proposal, old[part], counted, args.kl_bound))
+            seen.append(solver_conditioning(proposal, old[part], counted, kl_bound=args.kl_bound, tail="bucket"))
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        of_update = {name: torch.cat([x[name] for x in seen]) for name in seen[0]}
-        row |= {name: of_update.pop(name).mean().item() for name in ("projected", "near the kink")}
-        for name, values in of_update.items():
-            row |= quantiles(values, name)
+        row |= solved(seen)
         if "sequence_kl_after" in metrics:
             row["sequence KL after projection, last update"] = metrics["sequence_kl_after"].item()
         row |= reached(model, rollout, before, args.mini_batch, args.kl_bound)

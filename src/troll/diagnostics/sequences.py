@@ -10,6 +10,9 @@ The second line needs the weights w, as the completions are not the proposal's; 
 before it alone, which is enough and varies less than the weight of the whole. Log-ratios depend on the one token that
 was sampled and vary more, as a rule. Without w, Σ_t KL_t(π̃ ‖ π_old), the metric ``sequence_kl_before``, is neither.
 
+All of this is for completions drawn apart from the proposal. One that was trained on them made some more probable, and
+their ratios are no longer those of a fresh sample.
+
 Where a policy dropped tokens, the token KLs are those of ``align``: with ``tail="bucket"`` at most the true ones. The
 log-ratios are those of the full softmax and stay unbiased.
 """
