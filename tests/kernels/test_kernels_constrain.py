@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import troll
 from troll.errors import InputError
-from troll.objective import Constrained, clip_loss, constrain, troll_loss
+from troll.objective import Constrained, clip_loss, constrain, network_kl, troll_loss
+from troll.objective.bound import SequenceBudget
 from troll.policy import SparsePolicy, align
 from troll.projection import Diagnostics, Projection
 
@@ -169,6 +171,30 @@ def test_odd_shapes(tail: str, rows: int, K: int, old_K: int, V: int) -> None:
     pair = policies(tail, rows + 2, K=K, old_K=old_K, V=V, delta=0.0, noise=2.0)
     pair = pair[0][2:], pair[1][2:]
     same(run(pair, 0.05, tail, "triton"), run(pair, 0.05, tail, "reference"))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_budget_of_a_sequence_through_the_kernel(tail: str) -> None:
+    """Bounds from the kernel's KL are those from the reference's, and what it projects keeps the budget."""
+    pair = policies(tail, noise=1.0)
+    grid = tuple(
+        SparsePolicy.trusted(p.token_ids.view(2, 6, -1), p.log_probs.view(2, 6, -1), p.log_tail.view(2, 6), 12, 1.0)
+        for p in pair
+    )
+    counted = grid[0].valid & grid[1].valid
+    bounds = {
+        impl: SequenceBudget(0.1).token_bounds(
+            grid[1],
+            counted,
+            partial(network_kl, *grid, tail=tail, impl=impl),  # type: ignore[arg-type]
+        )
+        for impl in ("triton", "reference")
+    }
+    torch.testing.assert_close(bounds["triton"], bounds["reference"], rtol=1e-12, atol=0)
+    step = constrain(*grid, bounds["triton"], tail=tail, impl="triton", max_lost_mass=1.0)  # type: ignore[arg-type]
+    spent = torch.where(counted, step.projection.kl_after, 0.0).sum(-1)
+    assert bool((spent <= 0.1 * (1 + 1e-9)).all())
+    assert bool((spent > 0.09).all())
 
 
 @pytest.mark.parametrize("tail", TAILS)

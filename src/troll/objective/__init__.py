@@ -2,7 +2,7 @@
 
 ``troll_loss`` is the method, ``fused_troll_loss`` the same from hidden states in one pass; ``clip_loss`` and
 ``unconstrained_loss`` are what it is compared with. Trainers that have a loss of their own take its parts:
-``constrain``, ``aggregate``, and ``token_stats`` with ``summarise`` for metrics.
+``constrain``, ``aggregate``, and ``token_stats`` with ``summarise`` for metrics. Bounds that adapt are in ``bound``.
 """
 
 from troll.objective.aggregation import Aggregation, aggregate
@@ -10,7 +10,7 @@ from troll.objective.baselines import clip_loss, unconstrained_loss
 from troll.objective.fused import fused_troll_loss
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
 from troll.objective.ratio import RatioLevel, ratios
-from troll.objective.troll import Constrained, check_regression_coef, constrain, regression, troll_loss
+from troll.objective.troll import Constrained, check_regression_coef, constrain, network_kl, regression, troll_loss
 
 __all__ = [
     "Aggregation",
@@ -23,6 +23,7 @@ __all__ = [
     "clip_loss",
     "constrain",
     "fused_troll_loss",
+    "network_kl",
     "ratios",
     "regression",
     "summarise",

@@ -88,6 +88,12 @@ def constrain(
     return Constrained(log_ratio, regression(projection), projection)
 
 
+@torch.no_grad()
+def network_kl(proposal: SparsePolicy, old: SparsePolicy, *, tail: Tail = "floor", impl: Impl = "auto") -> Tensor:
+    """KL(π̃ ‖ π_old) per token, [...]: how far the network is from the old policy; constant."""
+    return constrain(proposal, old, math.inf, tail=tail, max_lost_mass=math.inf, impl=impl).projection.kl_before
+
+
 def _fused(
     proposal: SparsePolicy,
     old: SparsePolicy,
