@@ -91,7 +91,7 @@ STATE = {  # attributes that are not methods
         "_identity",
         "_changed",
     ),
-    *("_makes_optimizer", "_update", "_told", "guards"),
+    *("_makes_optimizer", "_update", "_told", "guards", "region"),
 }
 
 

@@ -69,8 +69,13 @@ class Checkpointed(Resumed):
         if self.state.best_model_checkpoint == str(self._staged):
             self.state.best_model_checkpoint = str(place)
             self.state.save_to_json(str(self._staged / "trainer_state.json"))
-        about = {"identity": self._identity, "guards": asdict(self.guards)}
+        about = {"identity": self._identity, "guards": asdict(self.guards), **self._adapted}
         write_whole(self._staged / ABOUT, json.dumps(about, indent=1).encode())
+
+    @property
+    def _adapted(self) -> dict[str, Any]:
+        state = self.region.state()
+        return {"region": state} if state else {}
 
     def _publish(self, root: Path, place: Path) -> None:
         if not self.args.should_save:

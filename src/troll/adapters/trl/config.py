@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from trl import GRPOConfig
 
+from troll.adapters.trl.bounds import BoundSettings, check_bounds
 from troll.adapters.trl.estimators import Estimator
 from troll.adapters.trl.rewards import RewardErrors
 from troll.errors import InputError, require_choice
@@ -20,7 +21,7 @@ DEFAULT_UPDATES = 8
 
 
 @dataclass
-class TROLLConfig(GRPOConfig):
+class TROLLConfig(BoundSettings, GRPOConfig):
     """Everything ``GRPOConfig`` takes, and a trust region in place of the clip.
 
     Two defaults differ from TRL's. A rollout is used for ``updates_per_generation=8`` updates, as by the authors: with
@@ -132,6 +133,7 @@ class TROLLConfig(GRPOConfig):
         self._check_schedule()
         self._check_loss()
         self._check_estimator()
+        check_bounds(self)
 
     @property
     def steps_per_rollout(self) -> int:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from troll.adapters.trl.dumps import dump, folder_of
 from troll.adapters.trl.memory import Halving
 from troll.adapters.trl.passes import Constrain
+from troll.adapters.trl.region import Region
 from troll.adapters.trl.rewards import Watching
 from troll.adapters.trl.update import GuardState, Update
 from troll.errors import InputError, TrainingError
@@ -29,6 +30,8 @@ __all__ = ["GuardState", "Guarded"]
 
 class Guarded(Halving, Watching):
     """Skips updates that are not finite, makes smaller parts of those that do not fit, and watches the rewards."""
+
+    region: Region
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self.guards = GuardState()
@@ -72,6 +75,7 @@ class Guarded(Halving, Watching):
             if self._is_finite(update, norm):
                 for name, values in update.metrics.items():
                     self._metrics["train"][name].extend(values)
+                self.region.observe(update.measured)
             else:
                 self._skip(update, norm)
         return norm

@@ -173,6 +173,7 @@ class Halving(GRPOTrainer):
         self.guards.halvings += 1
         self._undo(update)
         update.metrics.clear()
+        update.measured.clear()
         update.doubts.clear()
         update.again = True
         self.update_again()

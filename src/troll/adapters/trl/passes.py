@@ -11,7 +11,8 @@ from torch import Tensor
 from troll.adapters.trl.config import TROLLConfig
 from troll.adapters.trl.scoring import Forward, Scores
 from troll.doubts import Later
-from troll.objective import constrain, ratios, token_stats
+from troll.objective import constrain, network_kl, ratios, token_stats
+from troll.objective.bound import Bound, Fixed
 from troll.policy import PackedPolicy, SparsePolicy
 
 
@@ -58,10 +59,17 @@ class Constrain:
     """
 
     def __init__(
-        self, policies: list[PackedPolicy], old_log_probs: Tensor, loss_mask: Tensor, args: TROLLConfig
+        self,
+        policies: list[PackedPolicy],
+        old_log_probs: Tensor,
+        loss_mask: Tensor,
+        args: TROLLConfig,
+        bound: Bound | None = None,
+        bound_mean: Tensor | None = None,
     ) -> None:
         self.old = PackedPolicy.stack(policies).unpack(check=False)
         self.old_log_probs, self.loss_mask, self.args = old_log_probs, loss_mask.bool(), args
+        self.bound, self.bound_mean = Fixed(args.kl_bound) if bound is None else bound, bound_mean
         self.regression: Tensor | None = None
         """[B, T], differentiable."""
         self.names: list[str] = []
@@ -94,7 +102,7 @@ class Constrain:
                 later=self.doubts,
             )
         projects = args.trust_region == "troll"
-        bound = args.kl_bound if projects else math.inf
+        bound = self._bounds(forward, proposal, old) if projects else math.inf
         step = constrain(proposal, old, bound, counted, tail=args.tail, later=self.doubts)
         log_probs = old_log_probs + step.log_ratio
         if not projects:
@@ -104,10 +112,22 @@ class Constrain:
         ratio = ratios(log_ratio, of_grid, args.importance_sampling_level).flatten()[at]
         pull = step.regression if projects else None
         stats = token_stats(proposal, old, ratio, step.projection, pull, entropy)
+        if isinstance(bound, Tensor):
+            stats["kl_bound"] = bound.to(ratio.dtype)
         self.names = list(stats)
         self.stats = forward.on_grid(torch.stack([*stats.values(), counted.to(ratio.dtype)], dim=-1))
         self.regression = None if pull is None else forward.on_grid(pull)
         return Scores(log_probs, entropy)
+
+    def _bounds(self, forward: Forward, proposal: SparsePolicy, old: SparsePolicy) -> float | Tensor:
+        """ε, one number or one per token of this forward, [N]."""
+        bounds = self.bound.token_bounds(
+            self.old,
+            forward.labelled & self.loss_mask,
+            lambda: forward.on_grid(network_kl(proposal, old, tail=self.args.tail)),
+            self.bound_mean,
+        )
+        return bounds.flatten()[forward.places] if isinstance(bounds, Tensor) else bounds
 
     def finish(self, log_probs: Tensor) -> None:
         """Nothing is left to do."""

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from troll.adapters.trl import rollout
 from troll.adapters.trl.identity import identity
+from troll.adapters.trl.region import Region
 from troll.adapters.trl.renew import renew
 from troll.adapters.trl.snapshot import restore_logging, restore_random_state
 from troll.adapters.trl.update import GuardState
@@ -37,6 +38,7 @@ class Resumed(GRPOTrainer):
     """Goes on from the last good checkpoint exactly; one process at a time writes the folder."""
 
     guards: GuardState
+    region: Region
     _identity: dict[str, Any]
     _changed: bool = False
     _makes_optimizer: bool = False
@@ -78,6 +80,7 @@ class Resumed(GRPOTrainer):
                 logger.warning(f"The run goes on with a change: {change}")
                 self._changed = True
             self.guards = GuardState(**{k: v for k, v in about["guards"].items() if k in vars(self.guards)})
+            self.region.restore(about.get("region", {}))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """As transformers, which leaves out weights that are saved under other names than they have in the model."""

@@ -21,10 +21,12 @@ from troll.adapters.trl.dumps import REWARDS
 from troll.adapters.trl.estimators import estimate
 from troll.adapters.trl.guards import Guarded
 from troll.adapters.trl.passes import Constrain, RecordOld
+from troll.adapters.trl.region import Region
 from troll.adapters.trl.scoring import Pass, Scorer
 from troll.doubts import resolve
 from troll.errors import InputError
 from troll.objective import Aggregation, TokenStats, aggregate, summarise
+from troll.objective.bound import Measured
 
 logger = get_logger(__name__)
 
@@ -67,6 +69,7 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
             args = TROLLConfig(f"{name.split('/')[-1]}-TROLL")
         startup.check_args(args)
         startup.choose_attention()
+        self.region = Region(args)
         self._pass: Pass | None = None
         self._rewards: Tensor | None = None
         super().__init__(model, reward_funcs, args, *rest, **named)
@@ -88,11 +91,13 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self._needs_old_policy:
             output[rollout.OLD_POLICY] = record.of(output["old_per_token_logps"])
+            output |= self._bound_mean(output)
         if self.args.advantage_estimator != "grpo":
             output["advantages"] = self._advantages(_loss_mask(output))
         if self._mode == "train":
             size = len(output["completion_ids"])
             output[REWARDS] = self._weighed_rewards[self.accelerator.process_index * size :][:size]
+            self.region.begin_rollout()
         return output
 
     def _get_per_token_logps_and_entropies(
@@ -114,11 +119,12 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
             loss: Tensor = super()._compute_loss(model, inputs)
         else:
             mask = _loss_mask(inputs)
-            step = Constrain(old, inputs["old_per_token_logps"], mask, self.args)
+            bound = self.region.bound, inputs.get(rollout.BOUND_MEAN)
+            step = Constrain(old, inputs["old_per_token_logps"], mask, self.args, *bound)
             with self._scored_by(step):
                 loss = super()._compute_loss(model, inputs)
             if step.regression is not None:
-                loss = loss + self.args.regression_coef * self._aggregate(step.regression, mask, inputs)
+                loss = loss + self.region.regression_coef * self._aggregate(step.regression, mask, inputs)
             try:
                 resolve(step.doubts)
             except InputError as error:
@@ -191,6 +197,15 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
         mine = advantages[self.accelerator.process_index * B :][:B]
         return mine if mine.dim() == 1 else mine[:, :T]
 
+    def _bound_mean(self, output: dict[str, Any]) -> dict[str, Tensor]:
+        """What the bounds of a rollout are relative to, if anything: a mean over the tokens of all processes."""
+        sums = self.region.sums(output[rollout.OLD_POLICY], _loss_mask(output))
+        if sums is None:
+            return {}
+        if self.accelerator.num_processes > 1:
+            sums = self.accelerator.reduce(sums, reduction="sum")
+        return {rollout.BOUND_MEAN: sums[0] / sums[1].clamp(min=1)}
+
     def _gather(self, x: Tensor) -> Tensor:
         """[B, T, ...] of every process, padded with zeros to the longest T, one after another."""
         if self.accelerator.num_processes == 1:
@@ -207,8 +222,11 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
         self.observe_tokens(stats, counted > 0, inputs)
         metrics = summarise(stats, counted > 0)
         dtype = step.stats.dtype
-        values = torch.stack([x.to(dtype) for x in metrics.values()]).tolist()
-        for name, value in zip(metrics, values, strict=True):
+        *values, tokens = torch.stack([x.to(dtype) for x in (*metrics.values(), counted.sum())]).tolist()
+        found = dict(zip(metrics, values, strict=True))
+        if self._update is not None and self.region.now and self._mode == "train":
+            self._update.measured.append(Measured(tokens, found["projected_fraction"], found["kl_before/mean"]))
+        for name, value in {**self.region.now, **found}.items():
             self._metrics[self._mode][f"troll/{name}"].append(value)
 
     def observe_tokens(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from troll.objective.bound import Measured
+
 
 @dataclass
 class GuardState:
@@ -45,3 +47,5 @@ class Update:
     norms: dict[str, Tensor] = field(default_factory=dict)
     """Of the gradient of each parameter, before it is clipped."""
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    measured: list[Measured] = field(default_factory=list)
+    """What the trust region adapts to, of each pass."""
