@@ -21,6 +21,7 @@ from troll.report.data import (
     smooth,
 )
 from troll.runs import Run
+from troll.runs.words import duration, number, percent
 
 
 def read(folder: Path) -> RunData:
@@ -82,8 +83,8 @@ def test_cards_say_what_was_measured(tmp_path):
     assert cards["sampled reward"].value == f"{np.mean(rewards[-3:]):.3f}"
     assert cards["held-out reward"].before == "0.460"
     assert cards["held-out reward"].value == f"{run.evaluations[-1]['eval_reward']:.3f}"
-    assert cards["tokens projected"].value == words.percent(float(np.mean(shares)))
-    assert words.percent(max(shares)) in cards["tokens projected"].note
+    assert cards["tokens projected"].value == percent(float(np.mean(shares)))
+    assert percent(max(shares)) in cards["tokens projected"].note
     assert cards["largest KL, projected"].note == "never above 0.05"
     (first, second) = words.sentences(run)
     assert first == f"Held-out reward rose from 0.460 to {cards['held-out reward'].value} in 100 updates."
@@ -152,14 +153,14 @@ def test_tokens_that_did_not_converge_are_said(tmp_path):
     ("x", "text"), [(0.0, "0"), (0.05, "0.05"), (1234.6, "1,235"), (-0.5, "−0.5"), (5e-6, "5e−6"), (1.5e7, "1.5e7")]
 )
 def test_numbers_read_as_one_writes_them(x, text):
-    assert words.number(x) == text
+    assert number(x) == text
 
 
 def test_shares_and_times():
-    assert [words.percent(x) for x in (0, 0.0002, 0.0214, 0.25)] == [
+    assert [percent(x) for x in (0, 0.0002, 0.0214, 0.25)] == [
         f"{x}\N{NO-BREAK SPACE}%" for x in ("0.0", "< 0.1", "2.1", "25")
     ]
-    assert [words.duration(s) for s in (4.2, 369, 3599, 7500)] == ["4 s", "6 min", "1 h 00 min", "2 h 05 min"]
+    assert [duration(s) for s in (4.2, 369, 3599, 7500)] == ["4 s", "6 min", "1 h 00 min", "2 h 05 min"]
 
 
 def test_what_is_invisible_or_acts_on_other_text_is_spelled_out():

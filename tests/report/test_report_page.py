@@ -12,7 +12,8 @@ import pytest
 import report_cases as cases
 
 from troll.errors import InputError
-from troll.report import words, write_report
+from troll.report import write_report
+from troll.runs.words import digits
 
 FIGURES = {"reward", "entropy", "kl", "constrained", "sequence_kl", "solver_steps", "ratio", "times", "loss"}
 FIGURES |= {"grad_norm", "learning_rate"}
@@ -249,7 +250,7 @@ def test_a_comparison_has_its_table_and_verdicts(tmp_path):
         for verdict in measure["verdicts"]:
             between = f" between TROLL, KL ≤ 0.05 and {cases.LABELS[verdict['b']]}"
             said = verdict["says"] + (between if verdict["says"] == "no difference" else "")
-            gap, low, high = (words.digits(verdict[key]) for key in ("difference", "low", "high"))
+            gap, low, high = (digits(verdict[key]) for key in ("difference", "low", "high"))
             assert f"{said} {gap}, from {low} to {high}: {verdict['because']}" in page.text
     assert "Held-out accuracy, end: TROLL is better than clip ±0.2; TROLL is better than no trust region." in page.text
     assert [f"{label}, seed 0" in page.text for label in ("TROLL, KL ≤ 0.05", "clip ±0.2", "no trust region")] == [

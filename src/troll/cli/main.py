@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": "train under several trust regions with the same seeds and budget, and say what differs",
     "eval": "pass@1, pass@k and majority vote on held-out problems, before and after training",
     "runs": "list runs and comparisons with their state, and say how to go on with them",
+    "explain": "say what happened in a run, what is wrong with it, and what to change",
     "report": "draw a run or a comparison: one HTML file, and figures for papers",
     "doctor": "what is installed, what is in use and why, and what to do",
 }
@@ -35,6 +36,7 @@ Begin with
 
   troll train                          a real model on a CPU, in minutes: no flags, no network
   troll report runs/arithmetic-troll   what the trust region did, in pictures
+  troll explain arithmetic-troll       the same in words, and what to change next
   troll runs                           what there is, and how to go on with it
   troll compare --arms troll clip      against clipping, with three seeds
 

@@ -16,6 +16,7 @@ from troll.report.comparison import COMPARISON_FIGURES, ComparisonData
 from troll.report.data import Missing, RunData, finite
 from troll.report.figures import RUN_FIGURES, Entry
 from troll.report.style import PAPER, SMALL, css_palette, inline_svg, save, style
+from troll.runs.words import digits, duration, number, percent
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("troll.report", "templates"),
@@ -25,9 +26,9 @@ _TEMPLATES = jinja2.Environment(
     undefined=jinja2.ChainableUndefined,  # whatever a file lacks is left out
 )
 _TEMPLATES.filters |= {
-    "number": words.number,
-    "digits": words.digits,
-    "percent": words.percent,
+    "number": number,
+    "digits": digits,
+    "percent": percent,
     "visible": samples.visible,
 }
 _NO_SCALE = 0.05  # the colour scale of runs without a bound: that of the default bound, so that runs compare
@@ -43,6 +44,7 @@ def run_page(run: RunData, config: str | None) -> str:
         facts=_facts(run.about),
         cards=words.cards(run),
         sentences=words.sentences(run),
+        warnings=words.warnings(run),
         figures=_figures(run, RUN_FIGURES),
         shown=[{"id": "samples", "title": None, "steps": samples.steps(run, scale), "projects": run.projects}],
         legend=samples.legend(scale),
@@ -125,7 +127,7 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("task", f"{task.get('name', 'unknown')}" + (f": {task['description']}" if task.get("description") else "")),
         ("trust region", str(about.get("arm_label") or about.get("arm", "unknown"))),
         ("seed", str(about.get("seed", "unknown"))),
-        ("time", words.duration(seconds) if seconds is not None else ""),
+        ("time", duration(seconds) if seconds is not None else ""),
         ("machine", ", ".join([str(machine.get("gpu") or machine.get("processor") or ""), *parts]).strip(", ")),
     ]
     return [(name, value) for name, value in facts if value]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from troll.report.data import Line, RunData, finite
-from troll.report.words import number
+from troll.runs.words import number
 
 LEVELS = 9  # of the colour scale: level 6 begins at the bound
 _STEPS = (1e-4, 1e-3, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the bound, where a level begins

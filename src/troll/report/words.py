@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from troll.explain import Finding, History, find
 from troll.report.data import Missing, RunData, series
 from troll.runs.summary import ROLLOUTS_AVERAGED
+from troll.runs.words import number, percent, plural, score
 
 
 @dataclass(frozen=True)
@@ -20,44 +22,6 @@ class Card:
     value: str
     note: str = ""
     before: str = ""
-
-
-def number(x: float) -> str:
-    """Three significant digits."""
-    if x != 0 and (abs(x) < 1e-3 or abs(x) >= 1e6):
-        mantissa, exponent = f"{x:.1e}".split("e")
-        return f"{mantissa.removesuffix('.0')}e{int(exponent)}".replace("-", "−")
-    text = f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
-    return text.replace("-", "−")
-
-
-def digits(x: float) -> str:
-    """Three significant digits, zeros among them: for numbers below each other."""
-    return f"{x:#.3g}".rstrip(".").replace("-", "−") if 1e-3 <= abs(x) < 1000 else number(x)
-
-
-def score(x: float) -> str:
-    """A reward: three decimals, so that first and last stand alike."""
-    return f"{x:.3f}".replace("-", "−") if abs(x) < 100 else number(x)
-
-
-def percent(x: float) -> str:
-    """A share."""
-    text = "< 0.1" if 0 < x < 0.001 else f"{100 * x:.0f}" if x >= 0.1 else f"{100 * x:.1f}"
-    return f"{text}\N{NO-BREAK SPACE}%".replace("-", "−")
-
-
-def duration(seconds: float) -> str:
-    """Wall time as one would say it."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def plural(n: int, what: str) -> str:
-    """``n`` of something."""
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
 @dataclass(frozen=True)
@@ -131,6 +95,11 @@ def cards(run: RunData) -> list[Card]:
     elif done.largest_before is not None:
         found.append(Card("largest KL of a token", number(done.largest_before), "nothing bounds it"))
     return found
+
+
+def warnings(run: RunData) -> list[Finding]:
+    """Signs of trouble, as the rules find them in what was logged."""
+    return find(History.of(run.metrics, run.evaluations, run.about.get("settings") or {}))
 
 
 def sentences(run: RunData) -> list[str]:

@@ -15,7 +15,7 @@ from troll.errors import InputError
 
 FORMAT = 1
 ABOUT, CONFIG, METRICS, TOKENS, SAMPLES = "run.json", "config.yaml", "metrics.jsonl", "tokens.jsonl", "samples.jsonl"
-EVALUATION, COMPARISON = "eval.json", "comparison.json"
+EVALUATION, COMPARISON, WARNINGS = "eval.json", "comparison.json", "warnings.jsonl"
 
 Line = dict[str, Any]
 
@@ -67,6 +67,11 @@ class Run:
         lines = (line for line in _lines(self.path / SAMPLES) if "step" in line)
         latest = {(line["step"], line.get("place", 0)): line for line in lines}
         return [latest[key] for key in sorted(latest)]
+
+    def warnings(self) -> list[Line]:
+        """What was warned of while it ran, each once; if it was said again after a resume, as it was said last."""
+        latest = {line["name"]: line for line in _lines(self.path / WARNINGS) if "name" in line and "said" in line}
+        return sorted(latest.values(), key=lambda line: line["said"])
 
     def evaluation(self) -> Line | None:
         """What ``troll eval`` found, if it was asked."""

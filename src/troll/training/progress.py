@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from troll.explain import Watch
 from troll.runs.summary import one_line
 
 FIELDS = {  # metric → how it is shown
@@ -46,10 +47,10 @@ def duration(seconds: float) -> str:
 
 
 class ShowProgress(TrainerCallback):
-    """Step, reward, KL, projected fraction, tokens per second and the time left."""
+    """Step, reward, KL, projected fraction, tokens per second and the time left; and warnings, each once."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, watch: Watch | None = None) -> None:
+        self.console, self.watch = console, watch
         self.known: dict[str, Any] = {}
         self.bar: Progress | None = None
         self.task: TaskID | None = None
@@ -58,7 +59,11 @@ class ShowProgress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Draw the bar, on a terminal."""
         self.began, self.first = time.monotonic(), state.global_step
-        if not state.is_world_process_zero or not self.console.is_terminal:
+        if not state.is_world_process_zero:
+            return
+        if self.watch is not None:
+            self.watch.begin(state.global_step)
+        if not self.console.is_terminal:
             return
         columns = (
             BarColumn(24),
@@ -81,17 +86,29 @@ class ShowProgress(TrainerCallback):
         """Show what is known now; on plain lines, once per rollout."""
         if not state.is_world_process_zero:
             return
+        ends = state.global_step % (args.updates_per_generation or 1) == 0 or state.global_step == state.max_steps
         if logs.get("eval_reward") is not None:
             say(self.console, f"step {state.global_step}: held-out reward {logs['eval_reward']:.3f}")
+            self._warn(state.global_step, logs, ends)
         if "loss" not in logs:
             return
         self.known |= {name: value for name, value in logs.items() if value is not None}
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, description=summary(self.known))
-        elif state.global_step % (args.updates_per_generation or 1) == 0 or state.global_step == state.max_steps:
+        elif ends:
             done, seconds = state.global_step - self.first, time.monotonic() - self.began
             left = duration(seconds / max(1, done) * (state.max_steps - state.global_step))
             say(self.console, f"step {state.global_step}/{state.max_steps}  {summary(self.known)}  {left} left")
+
+        self._warn(state.global_step, logs, ends)
+
+    def _warn(self, step: int, logs: dict[str, Any], ends: bool) -> None:
+        """Say what is to be warned of; rules look at whole rollouts."""
+        if self.watch is None:
+            return
+        self.watch.add({**logs, "step": step})
+        for finding in self.watch.new() if ends else ():
+            say(self.console, finding.line())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave the last state of the bar."""

@@ -27,6 +27,7 @@ from troll.checkpoints import Found, checkpoints, recover
 from troll.checkpoints.changes import differences, refuse
 from troll.checkpoints.files import is_of_files, write_whole
 from troll.errors import InputError
+from troll.explain import Watch
 from troll.models import load_tokenizer
 from troll.runs import Run, write_json
 from troll.runs.arms import arm_of
@@ -83,7 +84,7 @@ def execute(plan: Plan, console: Console) -> Run:
         goes_on.found, goes_on.accepted = found, _accepted(plan, found)
         plan.args.allow_changes = plan.args.allow_changes or bool(goes_on.accepted)
         trainer, own_stops = _build(plan)
-        shown = ShowProgress(console)
+        shown = ShowProgress(console, Watch(plan.folder) if main else None)
         goes_on.trainer = trainer
         for callback in (goes_on, shown, stop):
             trainer.add_callback(callback)

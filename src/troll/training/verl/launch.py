@@ -21,6 +21,7 @@ from rich.console import Console
 
 from troll.adapters.trl.interrupt import SIGNALS
 from troll.errors import InputError
+from troll.explain import Watch
 from troll.runs import Run, append_line
 from troll.runs.folder import METRICS
 from troll.runs.summary import one_line
@@ -137,7 +138,7 @@ def _write(plan: Plan, setup: Setup, request: dict[str, Any]) -> None:
 def _follow(child: subprocess.Popen[bytes], plan: Plan, setup: Setup, console: Console) -> None:
     """Until it ends: every line that verl logs becomes one of the run, and is shown."""
     translator = Translator(setup.updates, setup.args.trust_region == "clip", _seconds(plan.folder))
-    path, place, shown = Path(setup.environment[FILE_LOGGER]), 0, ShowProgress(console)
+    path, place, shown = Path(setup.environment[FILE_LOGGER]), 0, ShowProgress(console, Watch(plan.folder))
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=setup.rollouts * setup.updates)
     state.global_step = checkpoint_of(plan.folder) * setup.updates
     shown.on_train_begin(setup.args, state, None)

@@ -1,0 +1,218 @@
+"""Rules about the reward: whether there is anything to learn from, whether it is learnt, and whether it lasts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from troll.explain.finding import NOTE, Change, Finding, found, scaled, slower
+from troll.explain.history import Array, History, Mask, before, finite, highest, throughout, trailing
+from troll.runs.words import percent, plural, score
+
+SMOOTH = 3
+"""Rollouts that a reward is averaged over: one alone has the noise of its completions."""
+NOISE_ROLLOUTS = 20
+"""How far back steps of the reward are looked at for its noise: the median size of a step."""
+STALLED = 5
+"""Rollouts without a new highest reward, after which it no longer rises: twice as many as are averaged."""
+NEAR_TOP = 0.85
+"""Of rewards between 0 and 1: above, a reward that no longer rises and an entropy near 0 are the end of learning."""
+COLLAPSED = 0.5
+"""Share of its highest value that the smoothed reward loses: runs that wander lose less."""
+FALLEN, RISEN = 3.0, 1.5
+"""Steps of the reward, by their median, that a fall or a rise must exceed to be no noise. A median step is about one
+standard deviation of a rollout, and an average over three rollouts has 0.6 of that."""
+ENTROPY_LEFT = 0.1
+"""Of the first rollout's. Good runs get below it as well, by reward near the top: the reward decides."""
+SAME_REWARD = 0.9
+"""Share of groups whose completions all have the same reward: one group in ten teaches."""
+FLAT_ROLLOUTS = 10
+"""Before a reward that has not risen is called flat. The slowest good runs show theirs after four."""
+HELD_OUT, HELD_OUT_TIMES = 0.75, 2
+"""Share of the sampled reward, on as many evaluations in a row: one alone has the noise of its problems."""
+
+
+def smoothed(history: History) -> Array:
+    """Mean reward of the last ``SMOOTH`` rollouts [R]."""
+    return trailing(history.reward, SMOOTH)
+
+
+def noise(history: History) -> Array:
+    """Median size of a step of the reward between rollouts, up to each [R]; NaN before there are three."""
+    steps = np.abs(np.diff(history.reward, prepend=math.nan))
+    padded = np.concatenate([np.full(NOISE_ROLLOUTS - 1, math.nan), steps])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, NOISE_ROLLOUTS)
+    known = np.isfinite(windows).sum(-1) >= 2
+    out = np.full(steps.size, math.nan)
+    out[known] = np.nanmedian(windows[known], axis=-1)
+    return out
+
+
+def stalled(history: History) -> Mask:
+    """No new highest smoothed reward, by more than the noise, in the last ``STALLED`` rollouts [R]."""
+    best = highest(smoothed(history))
+    return np.asarray(best <= before(best, STALLED) + noise(history))
+
+
+def near_top(history: History) -> Mask:
+    """Rewards that were between 0 and 1 so far, and are now near 1, but for one rollout in three at most [R]."""
+    reward = history.reward
+    within = (highest(reward) <= 1) & (highest(-reward) <= 0)
+    return np.asarray(within & (trailing(reward, SMOOTH, np.median) >= NEAR_TOP))
+
+
+def reward_collapse(history: History) -> Finding | None:
+    """The smoothed reward is down by ``COLLAPSED`` of its highest, beyond the noise.
+
+    Measured from 0 where no reward was negative, else from the first rollouts.
+    """
+    now = smoothed(history)
+    best = highest(now)
+    start = now[np.isfinite(now)][:1]
+    base = np.where(highest(-history.reward) <= 0, 0.0, start[0] if start.size else math.nan)
+    fallen = (best - now > COLLAPSED * (best - base)) & (best - now > FALLEN * noise(history)) & (best > base)
+    changes: list[Change | None] = [slower(history, "the commonest cause", 1 / 3)]
+    if history.region != "troll":
+        changes.append(Change("--trust_region troll", "bounds how far an update goes, which this run did not"))
+    elif not history.setting("regression_coef"):
+        changes.append(Change("--regression_coef 1", "pulls the network back to its projection"))
+    else:
+        changes.append(scaled(history, "regression_coef", 2, "pulls the network back more strongly"))
+    return found(
+        history,
+        "reward_collapse",
+        fallen,
+        lambda i: f"the reward fell from {score(best[i])} to {score(now[i])}, each over {SMOOTH} rollouts",
+        "The policy has lost what it had learnt",
+        changes,
+        SMOOTH,
+    )
+
+
+def entropy_collapse(history: History) -> Finding | None:
+    """Entropy below ``ENTROPY_LEFT`` of the first rollout's, a reward that no longer rises and is not near the top."""
+    entropy, now = history.entropy, smoothed(history)
+    start = entropy[np.isfinite(entropy)][:1]
+    first = float(start[0]) if start.size else math.nan
+    holds = throughout(entropy < ENTROPY_LEFT * first, SMOOTH) & stalled(history) & ~near_top(history)
+    return found(
+        history,
+        "entropy_collapse",
+        holds,
+        lambda i: (
+            f"entropy fell from {first:.3g} to {entropy[i]:.2g}, and the reward no longer rises ({score(now[i])})"
+        ),
+        "The completions of a group are nearly all alike: there is little left to choose from",
+        [
+            slower(history, "the region bounds steps, not their sum", 1 / 3),
+            Change("--entropy_coef 0.01", "rewards variety"),
+            Change("--beta 0.01", "keeps the policy near the model it started from"),
+        ],
+        SMOOTH,
+    )
+
+
+def no_signal(history: History) -> Finding | None:
+    """frac_reward_zero_std > ``SAME_REWARD`` on ``SMOOTH`` rollouts, with a reward that is not near the top."""
+    more = history.setting("num_generations")
+    larger = Change(f"--num_generations {2 * int(more)}", "a larger group is less often all alike") if more else None
+    easier = Change("", "easier problems, or a larger model: `troll eval` gives pass@8 before you train")
+    means = "Such groups have no advantage, so that nearly nothing is learnt"
+    holds, now = _alike(history) & ~near_top(history), smoothed(history)
+    fell = bool(len(now)) and bool(now[-1] < history.reward[0] / 2)
+    kinder = slower(history, "the reward was twice as high at the start: large steps have spoilt the policy", 1 / 3)
+    changes = [kinder, larger] if fell else [larger, easier]
+    return found(history, "no_signal", holds, _alike_seen(history), means, changes, SMOOTH)
+
+
+def solved(history: History) -> Finding | None:
+    """The same with a reward near the top: nearly all answers are right."""
+    means = "The training problems are solved, and nearly nothing is left to learn from them"
+    harder = Change("", "harder problems, or an end here: `troll eval` says what was gained")
+    holds = _alike(history) & near_top(history)
+    return found(history, "solved", holds, _alike_seen(history), means, [harder], SMOOTH, NOTE)
+
+
+def _alike(history: History) -> Mask:
+    return throughout(history.first("frac_reward_zero_std") > SAME_REWARD, SMOOTH)
+
+
+def _alike_seen(history: History) -> Callable[[int], str]:
+    same, now = history.first("frac_reward_zero_std"), smoothed(history)
+    return lambda i: (
+        f"in {percent(same[i])} of the groups all completions have the same reward; the mean is {score(now[i])}"
+    )
+
+
+def flat(history: History) -> Finding | None:
+    """After ``FLAT_ROLLOUTS`` neither the smoothed nor the held-out reward was above its start, beyond the noise."""
+    best = highest(smoothed(history))
+    enough = np.arange(len(history)) >= FLAT_ROLLOUTS - 1
+    start = min([math.inf, *history.reward[:1], *best[SMOOTH - 1 : SMOOTH]])  # less if learning began at once
+    rise = np.fmax(best - start, _held_out_rise(history))
+    holds = enough & (rise <= RISEN * noise(history)) & ~near_top(history)
+    return found(
+        history,
+        "flat",
+        holds,
+        lambda i: f"the reward was {score(start)} at first and at most {score(best[i])} in {plural(i + 1, 'rollout')}",
+        "Nothing has been learnt yet",
+        _instead_of_flat(history),
+        FLAT_ROLLOUTS,
+    )
+
+
+def held_out(history: History) -> Array:
+    """The held-out reward last measured up to each rollout [R]; NaN before the first evaluation after step 0."""
+    values = np.full(len(history), math.nan)
+    ends = [history.ends(i) for i in range(len(history))]
+    for line in history.evaluations:
+        i = int(np.searchsorted(ends, line["step"]))
+        if line["step"] > 0 and i < len(ends) and (value := finite(line.get("eval_reward"))) is not None:
+            values[i:] = value
+    return values
+
+
+def _held_out_rise(history: History) -> Array:
+    """Above the evaluation before training, at its highest [R]; NaN where there was none."""
+    start = [finite(line.get("eval_reward")) for line in history.evaluations[:1] if line["step"] == 0]
+    return highest(held_out(history)) - (math.nan if start in ([], [None]) else float(start[0] or 0.0))
+
+
+def _instead_of_flat(history: History) -> list[Change | None]:
+    """By how far the network moved: too little, too much, or neither."""
+    reach = history.last("troll/kl_before/p99")
+    reach = reach[np.isfinite(reach)]
+    bound = history.setting("kl_bound") or 0.05
+    typical = float(np.median(reach)) if reach.size else math.nan
+    easier = Change("", "easier problems, or a larger model: `troll eval` gives pass@8 before you train")
+    if typical < bound / 5:
+        return [scaled(history, "learning_rate", 3, "the network hardly moves"), easier]
+    if typical > 20 * bound:
+        return [slower(history, "the network moves far and learns nothing", 1 / 3), easier]
+    more = history.setting("num_generations")
+    return [Change(f"--num_generations {int(2 * more)}", "less noise in the advantages") if more else None, easier]
+
+
+def held_out_gap(history: History) -> Finding | None:
+    """Held-out reward < ``HELD_OUT`` × sampled reward on ``HELD_OUT_TIMES`` evaluations in a row after the first."""
+    now, values = smoothed(history), held_out(history)
+    at = [line["step"] for line in history.evaluations if line.get("eval_reward") is not None and line["step"] > 0]
+    ends = [history.ends(i) for i in range(len(history))]
+    low = (now > 0) & (values < HELD_OUT * now)
+    low_then = [bool(low[i]) for i in np.searchsorted(ends, at) if i < len(low)]
+    count = np.searchsorted(at, ends, side="right")  # evaluations up to each rollout
+    holds = np.array([n >= HELD_OUT_TIMES and all(low_then[n - HELD_OUT_TIMES : n]) for n in count], dtype=np.bool_)
+    return found(
+        history,
+        "held_out_gap",
+        holds,
+        lambda i: f"held-out reward {score(values[i])}, sampled reward {score(now[i])}",
+        "What is learnt on the training problems does not carry over",
+        [
+            Change("", "more training problems (--train_size, --data), of the kind of the held-out ones"),
+            Change("--beta 0.01", "keeps the policy near the model it started from"),
+        ],
+    )
