@@ -8,22 +8,16 @@ from collections.abc import Callable
 import numpy as np
 
 from troll.explain.finding import NOTE, Change, Finding, found, scaled, slower
-from troll.explain.history import Array, History, Mask, before, finite, highest, throughout, trailing
+from troll.explain.history import History, Mask, highest, throughout, trailing
+from troll.explain.reward import SMOOTH, held_out, held_out_rise, near_top, noise, smoothed, stalled
 from troll.runs.words import percent, plural, score
 
-SMOOTH = 3
-"""Rollouts that a reward is averaged over: one alone has the noise of its completions."""
-NOISE_ROLLOUTS = 20
-"""How far back steps of the reward are looked at for its noise: the median size of a step."""
-STALLED = 5
-"""Rollouts without a new highest reward, after which it no longer rises: twice as many as are averaged."""
-NEAR_TOP = 0.85
-"""Of rewards between 0 and 1: above, a reward that no longer rises and an entropy near 0 are the end of learning."""
-COLLAPSED = 0.5
-"""Share of its highest value that the smoothed reward loses: runs that wander lose less."""
+COLLAPSED, COLLAPSED_ROLLOUTS = 0.5, 5
+"""Share of its highest mean over so many rollouts that the reward loses: runs that wander lose less, or come back."""
 FALLEN, RISEN = 3.0, 1.5
-"""Steps of the reward, by their median, that a fall or a rise must exceed to be no noise. A median step is about one
-standard deviation of a rollout, and an average over three rollouts has 0.6 of that."""
+"""Steps of the reward, of mean size, that a fall or a rise must exceed to be no noise. Such a step is 1.13 standard
+deviations of pure noise, which falls by two from the highest to the lowest mean of five in 100 rollouts, and rises by
+one from its first rollout to its highest mean of three."""
 ENTROPY_LEFT = 0.1
 """Of the first rollout's. Good runs get below it as well, by reward near the top: the reward decides."""
 SAME_REWARD = 0.9
@@ -34,41 +28,12 @@ HELD_OUT, HELD_OUT_TIMES = 0.75, 2
 """Share of the sampled reward, on as many evaluations in a row: one alone has the noise of its problems."""
 
 
-def smoothed(history: History) -> Array:
-    """Mean reward of the last ``SMOOTH`` rollouts [R]."""
-    return trailing(history.reward, SMOOTH)
-
-
-def noise(history: History) -> Array:
-    """Median size of a step of the reward between rollouts, up to each [R]; NaN before there are three."""
-    steps = np.abs(np.diff(history.reward, prepend=math.nan))
-    padded = np.concatenate([np.full(NOISE_ROLLOUTS - 1, math.nan), steps])
-    windows = np.lib.stride_tricks.sliding_window_view(padded, NOISE_ROLLOUTS)
-    known = np.isfinite(windows).sum(-1) >= 2
-    out = np.full(steps.size, math.nan)
-    out[known] = np.nanmedian(windows[known], axis=-1)
-    return out
-
-
-def stalled(history: History) -> Mask:
-    """No new highest smoothed reward, by more than the noise, in the last ``STALLED`` rollouts [R]."""
-    best = highest(smoothed(history))
-    return np.asarray(best <= before(best, STALLED) + noise(history))
-
-
-def near_top(history: History) -> Mask:
-    """Rewards that were between 0 and 1 so far, and are now near 1, but for one rollout in three at most [R]."""
-    reward = history.reward
-    within = (highest(reward) <= 1) & (highest(-reward) <= 0)
-    return np.asarray(within & (trailing(reward, SMOOTH, np.median) >= NEAR_TOP))
-
-
 def reward_collapse(history: History) -> Finding | None:
-    """The smoothed reward is down by ``COLLAPSED`` of its highest, beyond the noise.
+    """Mean reward of ``COLLAPSED_ROLLOUTS`` down by ``COLLAPSED`` of its highest, beyond the noise.
 
     Measured from 0 where no reward was negative, else from the first rollouts.
     """
-    now = smoothed(history)
+    now = trailing(history.reward, COLLAPSED_ROLLOUTS)
     best = highest(now)
     start = now[np.isfinite(now)][:1]
     base = np.where(highest(-history.reward) <= 0, 0.0, start[0] if start.size else math.nan)
@@ -84,10 +49,10 @@ def reward_collapse(history: History) -> Finding | None:
         history,
         "reward_collapse",
         fallen,
-        lambda i: f"the reward fell from {score(best[i])} to {score(now[i])}, each over {SMOOTH} rollouts",
+        lambda i: f"the reward fell from {score(best[i])} to {score(now[i])}, each over {COLLAPSED_ROLLOUTS} rollouts",
         "The policy has lost what it had learnt",
         changes,
-        SMOOTH,
+        COLLAPSED_ROLLOUTS,
     )
 
 
@@ -120,10 +85,8 @@ def no_signal(history: History) -> Finding | None:
     larger = Change(f"--num_generations {2 * int(more)}", "a larger group is less often all alike") if more else None
     easier = Change("", "easier problems, or a larger model: `troll eval` gives pass@8 before you train")
     means = "Such groups have no advantage, so that nearly nothing is learnt"
-    holds, now = _alike(history) & ~near_top(history), smoothed(history)
-    fell = bool(len(now)) and bool(now[-1] < history.reward[0] / 2)
-    kinder = slower(history, "the reward was twice as high at the start: large steps have spoilt the policy", 1 / 3)
-    changes = [kinder, larger] if fell else [larger, easier]
+    holds, spoilt = _alike(history) & ~near_top(history), _if_spoilt(history)
+    changes = [spoilt, larger] if spoilt else [larger, easier]
     return found(history, "no_signal", holds, _alike_seen(history), means, changes, SMOOTH)
 
 
@@ -151,34 +114,27 @@ def flat(history: History) -> Finding | None:
     best = highest(smoothed(history))
     enough = np.arange(len(history)) >= FLAT_ROLLOUTS - 1
     start = min([math.inf, *history.reward[:1], *best[SMOOTH - 1 : SMOOTH]])  # less if learning began at once
-    rise = np.fmax(best - start, _held_out_rise(history))
+    rise = np.fmax(best - start, held_out_rise(history))
     holds = enough & (rise <= RISEN * noise(history)) & ~near_top(history)
     return found(
         history,
         "flat",
         holds,
-        lambda i: f"the reward was {score(start)} at first and at most {score(best[i])} in {plural(i + 1, 'rollout')}",
+        lambda i: (
+            f"the reward was {score(start)} at the start and at most {score(best[i])} in {plural(i + 1, 'rollout')}"
+        ),
         "Nothing has been learnt yet",
         _instead_of_flat(history),
         FLAT_ROLLOUTS,
     )
 
 
-def held_out(history: History) -> Array:
-    """The held-out reward last measured up to each rollout [R]; NaN before the first evaluation after step 0."""
-    values = np.full(len(history), math.nan)
-    ends = [history.ends(i) for i in range(len(history))]
-    for line in history.evaluations:
-        i = int(np.searchsorted(ends, line["step"]))
-        if line["step"] > 0 and i < len(ends) and (value := finite(line.get("eval_reward"))) is not None:
-            values[i:] = value
-    return values
-
-
-def _held_out_rise(history: History) -> Array:
-    """Above the evaluation before training, at its highest [R]; NaN where there was none."""
-    start = [finite(line.get("eval_reward")) for line in history.evaluations[:1] if line["step"] == 0]
-    return highest(held_out(history)) - (math.nan if start in ([], [None]) else float(start[0] or 0.0))
+def _if_spoilt(history: History) -> Change | None:
+    """A lower rate where the reward was twice as high at the start: then it is not the problems that are too hard."""
+    now = smoothed(history)
+    if not len(now) or not now[-1] < history.reward[0] / 2:
+        return None
+    return slower(history, "the reward was twice as high at the start: large steps have spoilt the policy", 1 / 3)
 
 
 def _instead_of_flat(history: History) -> list[Change | None]:
@@ -188,6 +144,9 @@ def _instead_of_flat(history: History) -> list[Change | None]:
     bound = history.setting("kl_bound") or 0.05
     typical = float(np.median(reach)) if reach.size else math.nan
     easier = Change("", "easier problems, or a larger model: `troll eval` gives pass@8 before you train")
+    spoilt = _if_spoilt(history)
+    if spoilt is not None:
+        return [spoilt]
     if typical < bound / 5:
         return [scaled(history, "learning_rate", 3, "the network hardly moves"), easier]
     if typical > 20 * bound:

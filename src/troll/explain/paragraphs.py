@@ -11,7 +11,7 @@ import numpy as np
 
 from troll.explain.finding import WARNING, Change, Finding
 from troll.explain.history import History, finite
-from troll.explain.learning import SMOOTH, STALLED, smoothed, stalled
+from troll.explain.reward import SMOOTH, STALLED, smoothed, stalled
 from troll.explain.rules import changes, find
 from troll.runs.folder import CONFIG, Line, Run
 from troll.runs.listing import Entry, entry_of

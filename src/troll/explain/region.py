@@ -9,7 +9,7 @@ import numpy as np
 
 from troll.explain.finding import NOTE, Change, Finding, fewer_updates, found, scaled, slower
 from troll.explain.history import Array, History, Mask, finite, highest, throughout, trailing
-from troll.explain.learning import stalled
+from troll.explain.reward import stalled
 from troll.runs.folder import Line
 from troll.runs.words import number, percent, plural
 
