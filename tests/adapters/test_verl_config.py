@@ -102,6 +102,7 @@ REFUSED = {
     "actor_rollout_ref.model.model_type=language_model": "model_type=language_model with loss_mode=troll",
     f"{LOSS}.loss_mode=vanilla": "loss_mode=vanilla with a configuration of the trust region",
     f"{LOSS}.kl_bound=-1": "kl_bound=-1",
+    f"{LOSS}.bound=projected": "policy_loss.bound=projected; expected: fixed",
     f"{LOSS}.regression_coef=-0.1": "regression_coef=-0.1",
     f"{LOSS}.tail=drop": "tail='drop'",
     f"{LOSS}.ratio_level=word": "ratio_level='word'",

@@ -100,6 +100,21 @@ def test_a_broken_bound_is_said(tmp_path):
     assert not any("no token ended above" in said for said in words.sentences(run))
 
 
+@pytest.mark.parametrize(("kind", "adapts"), [("fixed", False), ("sequence", False), ("network", True)])
+def test_a_bound_that_adapts_is_not_drawn_as_one_number(tmp_path, kind, adapts):
+    folder = cases.write_run(tmp_path / "run", updates=8)
+    about = json.loads((folder / "run.json").read_text())
+    about["settings"]["bound"] = kind
+    (folder / "run.json").write_text(json.dumps(about))
+    edit(folder, "metrics.jsonl", lambda row: row | {"troll/kl_after/max": 0.0501} if row["step"] == 6 else row)
+    run = read(folder)
+    assert run.bound == (None if adapts else 0.05)
+    notes = " ".join(card.note for card in words.cards(run))
+    assert ("above the bound" in notes) == (not adapts)
+    assert ("the bound adapts" in notes) == adapts
+    assert any("under a bound that adapts" in said for said in words.sentences(run)) == adapts
+
+
 def test_the_bound_is_compared_in_the_precision_of_the_kl():
     assert words.within(float(np.float32(0.05)), 0.05)  # 0.0500000007
     assert not words.within(float(np.nextafter(np.float32(0.05), np.float32(1))), 0.05)

@@ -11,8 +11,10 @@ from troll.runs import Run, append_line, write_json
 from troll.runs.summary import one_line, sentences, summarise
 
 
-def run_of(path: Path, lines: list[dict[str, Any]], region: str = "troll", bound: float | None = 0.05) -> Run:
-    settings = {"trust_region": region, "kl_bound": bound}
+def run_of(
+    path: Path, lines: list[dict[str, Any]], region: str = "troll", bound: float | None = 0.05, adaptive: str = "fixed"
+) -> Run:
+    settings = {"trust_region": region, "kl_bound": bound, "bound": adaptive}
     write_json(path / "run.json", {"format": 1, "seconds": 12.5, "settings": settings})
     for line in lines:
         append_line(path / "metrics.jsonl", line)
@@ -46,6 +48,11 @@ def test_of_a_run_in_which_nothing_was_projected(tmp_path: Path) -> None:
     run = run_of(tmp_path, [update(1, 0.0, 0.01, reward=0.5)])
     assert sentences(run)[-1] == "No token left the trust region of 0.05: it changed nothing in this run."
     assert sentences(run)[0] == "Reward 0.500 → 0.500 (first rollout, the last)."
+
+
+def test_of_a_run_whose_bound_adapts_it_is_not_said_that_it_was_broken(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [update(1, 0.5, 0.07)], adaptive="projected")
+    assert sentences(run)[-1].endswith("the largest KL after projection was 0.0700, the bound adapts, from 0.05.")
 
 
 def test_of_a_run_with_an_infinite_bound(tmp_path: Path) -> None:

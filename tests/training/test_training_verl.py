@@ -352,6 +352,9 @@ REFUSED = [
     (["--loss_type", "cispo", "--trust_region", "clip"], "--loss_type cispo.*loss_mode=cispo"),
     (["--scale_rewards", "batch"], "spread of the group"),
     (["--measure_kl", "--trust_region", "clip"], "--measure_kl True.*not recorded"),
+    (["--bound", "entropy"], "--bound entropy.*keeps nothing from one rollout"),
+    (["--bound", "projected", "--bound_target", "0.03"], "--bound_target with --engine verl.*the bound is"),
+    (["--regression_tolerance", "0.05"], "--regression_tolerance with --engine verl"),
     (["--min_p", "0.1"], "--min_p"),
     (["--repetition_penalty", "1.1"], "--repetition_penalty"),
     (["--optim", "sgd"], "optimizer_impl"),
@@ -382,6 +385,7 @@ def test_refused_by_name_and_with_the_reason(argv: list[str], words: str):
 
 ACCEPTED = [
     ["--measure_kl"],
+    ["--bound", "fixed"],
     ["--logging_steps", "1", "--optim", "adamw_torch"],
     ["--use_bias_correction_kl", "true"],
     ["--use_bias_correction_kl", "false", "--beta", "0.1"],

@@ -44,8 +44,15 @@ class RunData:
 
     @property
     def bound(self) -> float | None:
-        """The bound on the KL of a token; None where the run had none."""
-        return finite((self.about.get("settings") or {}).get("kl_bound")) if self.projects else None
+        """The bound on the KL of a token; None where the run had none, or not the same for all tokens and updates."""
+        one = self.projects and not self.adapts
+        return finite((self.about.get("settings") or {}).get("kl_bound")) if one else None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the bound went above ``kl_bound`` for some tokens or updates, or may have."""
+        kind = (self.about.get("settings") or {}).get("bound", "fixed")
+        return self.projects and kind not in ("fixed", "sequence")
 
     @property
     def projects(self) -> bool:

@@ -93,7 +93,8 @@ def cards(run: RunData) -> list[Card]:
         )
         found.append(Card("largest KL, projected", number(done.largest_after), note))
     elif done.largest_before is not None:
-        found.append(Card("largest KL of a token", number(done.largest_before), "nothing bounds it"))
+        note = "before projection; the bound adapts" if run.adapts else "nothing bounds it"
+        found.append(Card("largest KL of a token", number(done.largest_before), note))
     return found
 
 
@@ -137,7 +138,11 @@ def _region(run: RunData) -> list[str]:
             return ["No token was clipped: the run is the one that no trust region would have given."]
         tail = f";{moved}, which clipping does not bound." if moved else "."
         return [f"Clipping removed the gradient of {percent(done.mean_share)} of the tokens{tail}"]
-    if done.largest_share is None or done.mean_share is None or run.bound is None:
+    if done.largest_share is None or done.mean_share is None:
+        return []
+    if run.adapts and done.largest_share > 0:
+        return [f"The projection acted on {percent(done.mean_share)} of the tokens, under a bound that adapts."]
+    if run.bound is None:
         return []
     if done.largest_share == 0:
         return [

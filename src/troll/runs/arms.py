@@ -30,7 +30,8 @@ def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     if region == "none":
         return ("custom" if by_sequence else "none"), "no trust region" + (", sequence ratio" if by_sequence else "")
     if region == "troll":
-        label = f"TROLL, KL ≤ {settings['kl_bound']:g}"
+        kind = settings.get("bound") or "fixed"
+        label = f"TROLL, KL ≤ {settings['kl_bound']:g}" if kind == "fixed" else f"TROLL, {kind} bound"
         return ("custom" if by_sequence else "troll"), label + (", sequence ratio" if by_sequence else "")
     if settings.get("loss_type") in OTHER_CLIPS:
         return "custom", f"TRL's {settings['loss_type']}"

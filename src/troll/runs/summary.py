@@ -29,6 +29,8 @@ class Summary:
     """Mean token KL to the old policy before projection."""
     kl_after_max: float | None
     kl_bound: float | None
+    adapts: bool
+    """Whether ``kl_bound`` was only where the bound began."""
     seconds: float
 
 
@@ -50,6 +52,7 @@ def summarise(run: Run) -> Summary:
         kl_mean=_mean(_column(metrics, "troll/kl_before/mean")),
         kl_after_max=max(after) if after else None,
         kl_bound=bound if settings["trust_region"] == "troll" else None,
+        adapts=settings.get("bound", "fixed") not in ("fixed", "sequence"),
         seconds=about["seconds"],
     )
 
@@ -66,7 +69,7 @@ def sentences(run: Run) -> list[str]:
     if s.projected is not None and s.kl_after_max is not None:
         said.append(
             f"The trust region projected {s.projected:.1%} of the tokens; the largest KL after projection was "
-            f"{s.kl_after_max:.4f}, the bound is {s.kl_bound:g}."
+            f"{s.kl_after_max:.4f}, the bound {'adapts, from' if s.adapts else 'is'} {s.kl_bound:g}."
             if s.projected
             else f"No token left the trust region of {s.kl_bound:g}: it changed nothing in this run."
         )

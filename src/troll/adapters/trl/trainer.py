@@ -224,7 +224,7 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
         dtype = step.stats.dtype
         *values, tokens = torch.stack([x.to(dtype) for x in (*metrics.values(), counted.sum())]).tolist()
         found = dict(zip(metrics, values, strict=True))
-        if self._update is not None and self.region.now and self._mode == "train":
+        if self._update is not None and self.region.now:
             self._update.measured.append(Measured(tokens, found["projected_fraction"], found["kl_before/mean"]))
         for name, value in {**self.region.now, **found}.items():
             self._metrics[self._mode][f"troll/{name}"].append(value)

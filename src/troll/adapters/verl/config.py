@@ -92,6 +92,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     loss_mode: str = LOSS_MODE
     kl_bound: float = 0.05
     """ε, radius of the trust region, in nats of KL(projected ‖ old) per token; 0 keeps the old policy, .inf is none."""
+    bound: str = "fixed"
+    """The same ε for every token of the run; bounds that adapt are refused."""
     regression_coef: float = 1.0
     """α, weight of the regression term, which pulls the network towards its projection."""
     tail: str = "bucket"
@@ -109,6 +111,12 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"loss_mode={LOSS_MODE}",
                 f"actor_rollout_ref.actor.policy_loss.loss_mode={LOSS_MODE}; without the trust region, leave out "
                 "+trust_region=troll",
+            )
+        if self.bound != "fixed":
+            raise InputError(
+                f"policy_loss.bound={self.bound}",
+                "fixed: verl's loss keeps nothing from one rollout to the next that a bound could adapt to",
+                f"actor_rollout_ref.actor.policy_loss.bound=fixed, or TRL with bound={self.bound!r}",
             )
         require_choice("tail", self.tail, get_args(Tail))
         require_choice("ratio_level", self.ratio_level, get_args(RatioLevel))

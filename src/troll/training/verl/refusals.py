@@ -38,6 +38,7 @@ def _is(expected: Any) -> Callable[[Any, Setup], bool]:
 
 LIMITS: dict[str, Limit] = {
     "average_tokens_across_devices": Limit(_is(True), "`true`", "verl averages over the whole mini-batch"),
+    "bound": Limit(_is("fixed"), "`fixed`", "verl's loss keeps nothing from one rollout to the next", "--engine trl"),
     "delta": Limit(
         lambda v, s: v is None or (not s.by_sequence and v > 1 + (s.args.epsilon_high or s.args.epsilon)),
         "above 1 + `epsilon_high`, with the ratio of tokens",
@@ -116,6 +117,10 @@ REASONS: dict[tuple[str, ...], str] = {
     ("use_rslora", "use_dora", "lora_modules_to_save", "lora_task_type", "lora_target_parameters"): (
         "verl has rank, alpha and target modules of an adapter, and no more"
     ),
+    ("bound_target", "bound_end", "bound_rollouts", "bound_curve", "sequence_kl_bound", "sequence_by_prefix"): (
+        "with verl the bound is `fixed`"
+    ),
+    ("regression_tolerance",): "with verl the weight of the regression is fixed",
     ("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"): "verl uploads nothing",
     ("log_completions", "num_completions_to_print"): "verl has trainer.rollout_data_dir for this",
     ("data_seed", "full_determinism"): "one seed is used for all; verl has rollout.full_determinism",
