@@ -68,6 +68,9 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "bf16 measured clip": {"bf16": True, "trust_region": "clip", "measure_kl": True},
     "bf16, outputs rounded": {"bf16": True},
+    "network bound": {"bound": "network", "bound_target": 0.15, "regression_tolerance": 0.6},
+    "entropy bound": {"bound": "entropy"},
+    "sequence bound": {"bound": "sequence", "sequence_kl_bound": 0.1},
     "resumed": {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0},
 }
 

@@ -127,18 +127,17 @@ def test_the_KL_of_the_network_at_the_last_update_moves_the_bound_and_the_share_
         updates_per_generation=4,
         gradient_accumulation_steps=accumulation,
         learning_rate=3e-3,
-        **NETWORK,
-        **PULL,
+        bound="network",
+        bound_target=0.1,
+        regression_tolerance=0.6,
     )
     run.train()
     kl, shares = per_update(run, "troll/kl_before/mean"), per_update(run, "troll/projected_fraction")
-    assert kl[3] > 0.01
-    bound = 0.05 * min(max(math.sqrt(0.05 / kl[3]), 1 / 1.5), 1.5)
-    pull = min(max(math.sqrt(shares[3] / 0.1), 1.0), 1.5)
+    bound, pull = 0.05 * math.sqrt(0.1 / kl[3]), math.sqrt(shares[3] / 0.6)
+    assert 0.05 / 1.5 < bound < 0.05
+    assert 1 < pull < 1.5
     assert per_update(run, "troll/kl_bound") == pytest.approx([0.05] * 4 + [bound] * 4, rel=1e-6)
     assert per_update(run, "troll/regression_coef") == pytest.approx([1.0] * 4 + [pull] * 4, rel=1e-6)
-    assert bound != 0.05
-    assert pull > 1
 
 
 def test_the_loss_has_the_pull_of_now(tmp_path: Path) -> None:
