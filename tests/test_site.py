@@ -226,6 +226,7 @@ def test_marked_python_runs(
     marked = list(blocks("python", mark="run"))
     assert {page for _, page, _ in marked} == {
         "diagnostics.md",
+        "bounds.md",
         "kernels.md",
         "pytorch.md",
         "rewards.md",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tiny_models
@@ -16,6 +19,7 @@ from transformers import TrainerCallback
 from trl_cases import config, furthest, logged, prompts, trainer, weights
 
 from troll.adapters.trl import TROLLTrainer, rollout
+from troll.adapters.trl.bounds import BoundKind, BoundSettings
 from troll.adapters.trl.resume import ABOUT
 from troll.checkpoints.store import MANIFEST
 from troll.errors import InputError
@@ -409,6 +413,16 @@ def test_a_run_with_a_fixed_bound_writes_nothing_of_it(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         config(tmp_path, **given)
+
+
+def test_the_page_has_every_kind_and_every_field_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bounds.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", page, flags=re.MULTILINE)
+    del rows[0]  # the head of the first table
+    kinds = get_args(BoundKind)
+    assert tuple(name for name, _ in rows[: len(kinds)]) == kinds
+    shown = {name: ast.literal_eval(default.strip("`")) for name, default in rows[len(kinds) :]}
+    assert shown == {field.name: field.default for field in dataclasses.fields(BoundSettings)}
 
 
 @pytest.mark.parametrize("given", [{"updates_per_generation": 1, **SCHEDULE}, {"kl_bound": math.inf, **SEQUENCE}])
