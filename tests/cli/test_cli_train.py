@@ -9,6 +9,7 @@ import platform
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from troll.cli import main
 from troll.runs import Run
 from troll.tasks import load_task
 from troll.tasks.rewards import find_reward
+from troll.training.recorder import RecordedTrainer
 
 Runs = Callable[[str], Run]
 BOUND = 0.05
@@ -160,6 +162,43 @@ def test_histograms_agree_with_the_metrics(runs: Runs, region: str) -> None:
     first = [update for update in history.updates if update["update"] == 0]
     assert all(update["kl"][0] == update["count"] for update in first)  # the policy that made the rollout
     assert max(line["troll/kl_before/max"] for line in run.metrics()) > BOUND
+
+
+def by_group(observed: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
+    """The mean over forward passes of the mean KL of each group, token by token."""
+    means: dict[str, list[float]] = defaultdict(list)
+    for kl, counted, advantages in observed:
+        groups: dict[str, list[float]] = defaultdict(list)
+        for i in range(len(kl)):
+            places = counted[i].nonzero()[:, 0].tolist()
+            for place, t in enumerate(places):
+                advantage = float(advantages[i] if advantages.dim() == 1 else advantages[i, t])
+                groups[f"troll/kl_by_quarter/{4 * place // len(places) + 1}"].append(float(kl[i, t]))
+                if advantage:
+                    groups[f"troll/kl_by_sign/{'positive' if advantage > 0 else 'negative'}"].append(float(kl[i, t]))
+        for name, values in groups.items():
+            means[name].append(math.fsum(values) / len(values))
+    return {name: math.fsum(values) / len(values) for name, values in means.items()}
+
+
+@pytest.mark.parametrize("more", [(), ("--gradient_accumulation_steps", "2", "--advantage_estimator", "reinforce_pp")])
+def test_the_kl_by_sign_and_by_quarter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+    observed: dict[int, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
+    observe = RecordedTrainer.observe_tokens
+
+    def seen(self: RecordedTrainer, stats: Any, counted: torch.Tensor, inputs: Any) -> None:
+        if self._mode == "train":
+            observed[self.state.global_step + 1].append((stats["kl_before"], counted, inputs["advantages"]))
+        observe(self, stats, counted, inputs)
+
+    monkeypatch.setattr(RecordedTrainer, "observe_tokens", seen)
+    run = train(tmp_path, *more)
+    moved = 0
+    for line in run.metrics():
+        found = {name: value for name, value in line.items() if name.startswith("troll/kl_by_")}
+        assert found == pytest.approx(by_group(observed[line["step"]]), rel=1e-6, abs=1e-12)  # sums of fp32 numbers
+        moved += len(set(found.values())) == 6
+    assert moved > MAX_STEPS / 2  # so that the groups can be told apart
 
 
 def _is_in_last_filled_bin(value: float, counts: list[int], edges: list[float]) -> None:
@@ -447,6 +486,8 @@ def test_two_processes_write_one_folder(tmp_path: Path) -> None:
     assert counts == pytest.approx([length * ROWS * UPDATES for length in lengths])
     for update, line in zip(history.updates, run.metrics(), strict=True):
         assert update["kl_quantiles"][-1] == pytest.approx(line["troll/kl_before/max"], rel=1e-6)
+        low, high = sorted(line[f"troll/kl_by_sign/{sign}"] for sign in ("positive", "negative"))
+        assert low * (1 - 1e-6) <= line["troll/kl_before/mean"] <= high * (1 + 1e-6)  # every token has a sign
     reward = find_reward(f"{shared() / 'rewards.py'}:spread")
     for sample in run.samples():
         assert sample["reward"] == pytest.approx(reward([_without_special("".join(sample["tokens"]))])[0], rel=1e-5)

@@ -79,7 +79,7 @@ def test_the_page_is_quiet_complete_and_fits(browser, request, kind, width):
         page = opened.page
         assert page.evaluate("document.documentElement.scrollWidth") == width
         figures = page.locator("figure")
-        assert figures.count() == (11 if kind == "run" else 6)
+        assert figures.count() == (12 if kind == "run" else 6)
         for i in range(figures.count()):
             drawn = [svg.bounding_box() for svg in figures.nth(i).locator("svg").all() if svg.is_visible()]
             assert len(drawn) == 1

@@ -44,6 +44,28 @@ def test_after_projection_no_bar_reaches_above_the_bound(run):
         assert ax.get_ylim() == before.get_ylim()
 
 
+def test_the_lines_of_groups_are_what_was_logged(run):
+    few = RunData(run.about, run.metrics[:5], [], run.tokens, [], None)  # too few to be smoothed
+    with style():
+        figure = RUN_FIGURES["kl_groups"].draw(few)
+    names = (("kl_by_sign", ("positive", "negative")), ("kl_by_quarter", "1234"))
+    for ax, (stem, keys) in zip(figure.axes, names, strict=True):
+        drawn = [line for line in ax.lines if line.get_linewidth() == 2]
+        assert len(drawn) == len(keys)
+        for line, key in zip(drawn, keys, strict=True):
+            np.testing.assert_allclose(line.get_ydata(), [row[f"troll/{stem}/{key}"] for row in few.metrics])
+        assert ax.get_ylim() == figure.axes[0].get_ylim()
+        assert ax.get_ylim()[0] == 0
+    assert sorted(texts(figure)) == ["first", "last", "negative", "positive", "second", "third"]
+
+
+def test_a_group_that_was_not_logged_has_no_line(run):
+    rows = [{"step": 1, "troll/kl_by_sign/positive": 0.5}, {"step": 2, "troll/kl_by_sign/positive": 0.25}]
+    with style():
+        figure = RUN_FIGURES["kl_groups"].draw(RunData(run.about, rows, [], None, [], None))
+    assert texts(figure) == ["positive"]
+
+
 def test_reward_shows_every_rollout_and_every_evaluation(run):
     with style():
         (ax,) = RUN_FIGURES["reward"].draw(run).axes

@@ -16,7 +16,7 @@ from troll.report import write_report
 from troll.runs.words import digits
 
 FIGURES = {"reward", "entropy", "kl", "constrained", "sequence_kl", "solver_steps", "ratio", "times", "loss"}
-FIGURES |= {"grad_norm", "learning_rate"}
+FIGURES |= {"grad_norm", "kl_groups", "learning_rate"}
 
 
 class Page(HTMLParser):
@@ -97,7 +97,7 @@ def test_the_same_folder_gives_the_same_bytes(folder, tmp_path):
     for name in ("a", "b"):
         write_report(folder, tmp_path / name / "report.html", formats=("svg",))
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
-    assert len(files) == 1 + 11
+    assert len(files) == 1 + 12
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
@@ -161,10 +161,10 @@ def test_a_clip_run_claims_no_projection(tmp_path):
 @pytest.mark.parametrize(
     ("gone", "missing"),
     [
-        (("metrics.jsonl",), 8),
+        (("metrics.jsonl",), 9),
         (("tokens.jsonl",), 3),
         (("samples.jsonl",), 1),
-        (("metrics.jsonl", "tokens.jsonl", "samples.jsonl", "config.yaml", "eval.json"), 12),
+        (("metrics.jsonl", "tokens.jsonl", "samples.jsonl", "config.yaml", "eval.json"), 13),
     ],
 )
 def test_what_is_missing_is_said(run, gone, missing):
@@ -172,7 +172,7 @@ def test_what_is_missing_is_said(run, gone, missing):
         (run / name).unlink()
     page = report(run)
     assert sum(a.get("class") == "missing" for _, a in page.tags) == missing
-    assert len(page.figures()) == 11
+    assert len(page.figures()) == 12
 
 
 def test_a_run_that_has_just_begun(run):
@@ -212,7 +212,7 @@ def test_a_run_json_with_little_in_it(run):
     (run / "run.json").write_text('{"format": 1}')
     page = report(run)
     assert "unknown" in page.text
-    assert len(page.figures()) == 10  # without a bound nothing is said of a solver
+    assert len(page.figures()) == 11  # without a bound nothing is said of a solver
 
 
 def test_long_runs_stay_small(tmp_path):

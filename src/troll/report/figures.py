@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from troll.report.data import Line, Missing, RunData, finite, group_size, grouped
+from troll.report.groups import kl_groups
 from troll.report.region import constrained, kl, ratio, sequence_kl, solver_steps
 from troll.report.style import (
     FULL,
@@ -141,6 +142,13 @@ RUN_FIGURES: dict[str, Entry] = {
         "How far tokens move",
         "One column per update, up to its largest token; stronger in colour where more tokens are. "
         "Strokes on the axis: a new rollout, where the KL starts again from 0.",
+        FULL,
+    ),
+    "kl_groups": Entry(
+        kl_groups,
+        "Which tokens move",
+        "Before projection. The negative line far above: the policy is driven away from what failed more than towards "
+        "what worked. One quarter far above: most of what is learnt concerns that part of the answer.",
         FULL,
     ),
     "constrained": Entry(

@@ -16,6 +16,7 @@ from troll.adapters.trl.dumps import REWARDS
 from troll.objective import TokenStats
 from troll.runs import append_line
 from troll.runs.folder import METRICS, SAMPLES, TOKENS
+from troll.training.groups import kl_by_group
 from troll.training.histograms import HEADER, TokenHistogram
 from troll.training.stopwatch import Stopwatch
 
@@ -96,7 +97,12 @@ class RecordedTrainer(TROLLTrainer):
     # ------------------------------------------------------------------ what happened to the tokens
 
     def observe_tokens(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
-        """Add them to the histogram of this update, and show some completions now and then."""
+        """Log which of them move, add them to the histogram of this update, and show some completions now and then."""
+        if self._mode == "train":
+            advantages = inputs["advantages"]
+            per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(inputs["completion_ids"])
+            for name, value in kl_by_group(stats["kl_before"], counted, self._gather(per_token)).items():
+                self._metrics["train"][f"troll/{name}"].append(value)
         if self._mode == "train" and self.accelerator.is_main_process:
             self._histogram.add(stats, counted)
             if self._shows_now:
