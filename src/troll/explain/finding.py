@@ -106,5 +106,11 @@ def fewer_updates(history: History, why: str) -> Change | None:
     return Change(f"--updates_per_generation {int(updates) // 2}", why) if updates >= 4 else None
 
 
+def larger_groups(history: History, why: str) -> Change | None:
+    """Twice as many completions of each prompt."""
+    size = history.setting("num_generations")
+    return Change(f"--num_generations {2 * size:.0f}", why) if size else None
+
+
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."

@@ -26,8 +26,8 @@ class History:
 
     @classmethod
     def of(cls, lines: Sequence[Line], evaluations: Sequence[Line], settings: Line) -> History:
-        """From the lines of training and of evaluation, by step."""
-        starts = [i for i, line in enumerate(lines) if i == 0 or line.get("reward") is not None]
+        """From the lines of training and of evaluation, by step; lines before the first reward belong to no rollout."""
+        starts = [i for i, line in enumerate(lines) if line.get("reward") is not None] or [0] * bool(lines)
         ends = [*starts, len(lines)][1:]
         return cls([lines[a:b] for a, b in zip(starts, ends, strict=True)], evaluations, settings)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from troll.explain.finding import NOTE, Change, Finding, found, scaled, slower
+from troll.explain.finding import NOTE, Change, Finding, found, larger_groups, scaled, slower
 from troll.explain.history import History, Mask, highest, throughout, trailing
 from troll.explain.reward import SMOOTH, held_out, held_out_rise, near_top, noise, smoothed, stalled
 from troll.runs.words import percent, plural, score
@@ -66,9 +66,7 @@ def entropy_collapse(history: History) -> Finding | None:
         history,
         "entropy_collapse",
         holds,
-        lambda i: (
-            f"entropy fell from {first:.3g} to {entropy[i]:.2g}, and the reward no longer rises ({score(now[i])})"
-        ),
+        lambda i: f"entropy fell from {first:.3g} to {entropy[i]:.2g}, and the reward rests at {score(now[i])}",
         "The completions of a group are nearly all alike: there is little left to choose from",
         [
             slower(history, "the region bounds steps, not their sum", 1 / 3),
@@ -81,8 +79,7 @@ def entropy_collapse(history: History) -> Finding | None:
 
 def no_signal(history: History) -> Finding | None:
     """frac_reward_zero_std > ``SAME_REWARD`` on ``SMOOTH`` rollouts, with a reward that is not near the top."""
-    more = history.setting("num_generations")
-    larger = Change(f"--num_generations {2 * int(more)}", "a larger group is less often all alike") if more else None
+    larger = larger_groups(history, "a larger group is less often all alike")
     easier = Change("", "easier problems, or a larger model: `troll eval` gives pass@8 before you train")
     means = "Such groups have no advantage, so that nearly nothing is learnt"
     holds, spoilt = _alike(history) & ~near_top(history), _if_spoilt(history)
@@ -120,10 +117,8 @@ def flat(history: History) -> Finding | None:
         history,
         "flat",
         holds,
-        lambda i: (
-            f"the reward was {score(start)} at the start and at most {score(best[i])} in {plural(i + 1, 'rollout')}"
-        ),
-        "Nothing has been learnt yet",
+        lambda i: f"the reward began at {score(start)} and was at most {score(best[i])} in {plural(i + 1, 'rollout')}",
+        "It has not risen beyond its noise",
         _instead_of_flat(history),
         FLAT_ROLLOUTS,
     )
@@ -151,8 +146,7 @@ def _instead_of_flat(history: History) -> list[Change | None]:
         return [scaled(history, "learning_rate", 3, "the network hardly moves"), easier]
     if typical > 20 * bound:
         return [slower(history, "the network moves far and learns nothing", 1 / 3), easier]
-    more = history.setting("num_generations")
-    return [Change(f"--num_generations {int(2 * more)}", "less noise in the advantages") if more else None, easier]
+    return [larger_groups(history, "less noise in the advantages"), easier]
 
 
 def held_out_gap(history: History) -> Finding | None:

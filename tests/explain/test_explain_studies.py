@@ -1,0 +1,119 @@
+"""The rules over 157 real runs, with good and bad endings: where they must speak, and where they must not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import explain_cases as cases
+import pytest
+
+from troll.explain import find
+
+GROUPS = cases.stored()
+WELL = 0.8
+"""Of the last three rewards: a run that ended well."""
+
+
+def told(group: str) -> list[set[str]]:
+    """Names of what is found, by run."""
+    return [{x.name for x in find(history)} for _, history in GROUPS[group]]
+
+
+def warned(group: str) -> int:
+    """How many of its runs have a warning, notes aside."""
+    return sum(any(x.level == "warning" for x in find(history)) for _, history in GROUPS[group])
+
+
+def end(run: dict) -> float:
+    return sum(run["rollouts"]["reward"][-3:]) / 3
+
+
+def test_all_runs_are_there() -> None:
+    assert sum(map(len, GROUPS.values())) == 157
+
+
+@pytest.mark.parametrize("region", ["clip", "clip-higher", "none"])
+def test_a_rate_that_destroys_is_seen_in_every_run(region: str) -> None:
+    for names in told(f"regions {region} 3e-4"):
+        assert {"reward_collapse", "no_signal"} <= names
+
+
+@pytest.mark.parametrize("region", ["troll", "troll-0.2", "gspo"])
+def test_a_rate_that_is_ten_times_too_high_is_warned_of(region: str) -> None:
+    group = f"regions {region} 3e-4"
+    assert warned(group) >= len(GROUPS[group]) - (region == "gspo")
+    assert all(names for names in told(group))
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        ("changes bound 0.01", "projected"),
+        ("changes no regression", "far_outside"),
+        ("changes no regression", "projected"),
+        ("regions troll 1e-4", "projected"),
+        ("updates 1e-5 1 troll-0.2", "one_update"),
+        ("updates 3e-5 1 clip", "one_update"),
+        ("regions clip 1e-4", "far_outside"),
+        ("updates 3e-5 16 clip", "far_outside"),
+        ("updates 3e-5 32 clip", "far_outside"),
+    ],
+)
+def test_it_speaks_in_every_run_of(group: str, name: str) -> None:
+    assert all(name in names for names in told(group))
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        *(
+            "final troll",
+            "final troll-0.2",
+            "final clip",
+            "final clip-higher",
+            "changes base",
+            "changes twice the batch",
+        ),
+        *("regions troll-0.2 3e-5", "regions troll 1e-5", "regions clip 1e-5", "regions clip-higher 1e-5"),
+        *(
+            "changes twice the batch",
+            "changes floor",
+            "changes 256 tokens",
+            "estimators GRPO troll-0.2",
+            "estimators GRPO clip",
+        ),
+    ],
+)
+def test_runs_that_go_well_hear_nothing(group: str) -> None:
+    assert [names for names in told(group) if names] == []
+
+
+def test_warnings_are_for_runs_that_end_badly() -> None:
+    """Of all runs of several updates that ended well, a few are warned; of those that ended very badly, all but one."""
+    several = [(run, h) for all_of in GROUPS.values() for run, h in all_of if h.setting("updates_per_generation") != 1]
+    levels = [(end(run), any(x.level == "warning" for x in find(h)), len(h)) for run, h in several]
+    well = [w for reward, w, _ in levels if reward >= WELL]
+    badly = [w for reward, w, rollouts in levels if reward < 0.25 and rollouts >= 12]
+    assert len(well) > 90
+    assert sum(well) / len(well) < 0.05
+    assert len(badly) >= 14
+    assert badly.count(False) <= 1
+
+
+def test_a_fall_is_seen_before_it_ends() -> None:
+    """clip at 1e-4, seed 1, has lost everything by its thirteenth rollout of twenty, each of eight updates."""
+    (found,) = [
+        x
+        for run, history in GROUPS["regions clip 1e-4"]
+        if run["place"]["seed"] == "1"
+        for x in find(history)
+        if x.name == "reward_collapse"
+    ]
+    assert found.said <= 137
+    assert found.until is None
+
+
+def test_nothing_is_said_in_every_kind_of_run() -> None:
+    """A rule that always speaks says nothing."""
+    count = Counter(name for group in GROUPS for names in told(group) for name in names)
+    assert max(count.values()) < 157 / 4
