@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from troll.explain import Watch
+from troll.runs import Run, write_json
 from troll.training.progress import ShowProgress, duration, say, summary
 
 METRICS = {
@@ -40,6 +43,50 @@ def shown(terminal: bool, updates: int = 8, main: bool = True, stop_at: int = 99
     if stop_at > updates:
         progress.on_train_end(ARGS, state, control)
     return file.getvalue(), progress
+
+
+def watched(folder: Path, terminal: bool, updates: int, main: bool = True, stop_at: int = 99) -> str:
+    """What a run of four updates on each rollout shows, in which two fifths of the tokens are projected throughout."""
+    file = io.StringIO()
+    progress = ShowProgress(Console(force_terminal=terminal, file=file, width=400), Watch(folder))
+    state = SimpleNamespace(global_step=0, max_steps=updates, is_world_process_zero=main)
+    control: Any = None
+    progress.on_train_begin(ARGS, state, control)
+    for step in range(1, min(updates, stop_at) + 1):
+        state.global_step = step
+        logs = {"loss": 0.1, "troll/projected_fraction": 0.4} | ({"reward": step / 100} if step % 4 == 1 else {})
+        progress.on_log(ARGS, state, control, logs)
+    progress.on_log(ARGS, state, control, {"train_runtime": 3.0})
+    progress.on_train_end(ARGS, state, control)
+    return file.getvalue()
+
+
+def folder_of_a_run(path: Path) -> Path:
+    path.mkdir()
+    settings = {"trust_region": "troll", "kl_bound": 0.05, "learning_rate": 2e-5, "updates_per_generation": 4}
+    write_json(path / "run.json", {"format": 1, "name": "x", "status": "running", "settings": settings})
+    return path
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_warning_is_one_line_when_it_first_applies(tmp_path: Path, terminal: bool) -> None:
+    folder = folder_of_a_run(tmp_path / "x")
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", watched(folder, terminal, 24))
+    assert said.count("Warning") == 1
+    assert "Warning (since update 1): 40\xa0% of the tokens were projected, over 3 rollouts." in said
+    assert "Try --learning_rate 1e-05 (" in said
+    if not terminal:  # it stands after the third rollout
+        assert [line.split()[0] for line in said.splitlines()] == ["step"] * 3 + ["Warning"] + ["step"] * 3
+    assert [x["said"] for x in Run(folder).warnings()] == [12]
+
+
+def test_no_warning_before_its_time_and_none_from_other_processes(tmp_path: Path) -> None:
+    assert "Warning" not in watched(
+        folder_of_a_run(tmp_path / "short"), False, 24, stop_at=11
+    )  # inside the third rollout
+    other = folder_of_a_run(tmp_path / "other")
+    assert watched(other, False, 24, main=False) == ""
+    assert not (other / "warnings.jsonl").exists()
 
 
 def test_plain_lines_once_per_rollout() -> None:

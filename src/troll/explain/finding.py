@@ -55,7 +55,7 @@ class Finding:
 
     def as_json(self) -> Line:
         """Every field."""
-        return asdict(self)
+        return {**asdict(self), "changes": [asdict(change) for change in self.changes]}
 
 
 def found(

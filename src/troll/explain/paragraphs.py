@@ -15,7 +15,7 @@ from troll.explain.reward import SMOOTH, STALLED, smoothed, stalled
 from troll.explain.rules import changes, find
 from troll.runs.folder import CONFIG, Line, Run
 from troll.runs.listing import Entry, entry_of
-from troll.runs.words import duration, number, percent, plural, score
+from troll.runs.words import count, duration, number, percent, plural, score
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _what(about: Line, history: History, entry: Entry) -> Iterator[str]:
     """What was trained and how, and how far it got."""
     task, model = about.get("task") or {}, about.get("model") or {}
     size = finite(model.get("parameters"))
-    weights = f" ({size / 1e6:,.0f} M weights)" if size else ""
+    weights = f" ({count(size)} weights)" if size else ""
     details = [str(about.get("arm_label") or history.region)]
     for name, form in (
         ("learning_rate", "learning rate {:g}"),

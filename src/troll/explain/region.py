@@ -30,8 +30,10 @@ FAR = 20.0
 FAR_NATS = 2.0
 """The same for runs without a bound. Runs that ended well had 0.2 to 1.7 on average, runs that fell 1.8 to 8."""
 OUTWEIGHS = 0.1
-"""Share of the regression term in the sizes of both terms of the loss. With α = 0.1 it stays below 0.02 in the embedded
-default; with α = 10, whose reward wanders, it exceeds 0.1. The other term has the noise of the advantages in it."""
+"""Share of the regression term in the sizes of both terms of the loss, whose other one has the noise of the advantages.
+In the embedded default it is at most 0.02 with α = 0.1 and 0.06 with 1; with 10, whose reward wanders, up to 0.36."""
+WEAK = 0.1
+"""The smallest α that is known to help: where that outweighs the rest, it is something else that is wrong."""
 USUAL_BOUND = 0.05
 
 
@@ -117,11 +119,12 @@ def regression(history: History) -> Finding | None:
     pull = coef * history.mean("troll/regression")
     rest = np.array([_rest(lines, coef) for lines in history.rollouts])
     share = np.divide(pull, pull + rest, out=np.zeros_like(pull), where=pull + rest > 0)
+    typical = trailing(share, ROLLOUTS, np.median)  # a rollout without advantages has nothing but the pull
     return found(
         history,
         "regression_outweighs",
-        (trailing(share, ROLLOUTS) > OUTWEIGHS) & stalled(history),
-        lambda i: f"{percent(_recent(share, i))} of the loss is the regression term, and the reward no longer rises",
+        (coef > WEAK) & (typical > OUTWEIGHS) & stalled(history),
+        lambda i: f"{percent(typical[i])} of the loss is the regression term, and the reward no longer rises",
         "The pull back to the projection outweighs what is learnt",
         [scaled(history, "regression_coef", 0.1, "the weaker pull learns sooner where updates see few completions")],
         ROLLOUTS,

@@ -16,7 +16,7 @@ from troll.report.comparison import COMPARISON_FIGURES, ComparisonData
 from troll.report.data import Missing, RunData, finite
 from troll.report.figures import RUN_FIGURES, Entry
 from troll.report.style import PAPER, SMALL, css_palette, inline_svg, save, style
-from troll.runs.words import digits, duration, number, percent
+from troll.runs.words import count, digits, duration, number, percent
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("troll.report", "templates"),
@@ -123,7 +123,7 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     parts += [f"{finite(machine.get('memory_gb')):.0f} GB"] if finite(machine.get("memory_gb")) else []
     seconds = finite(about.get("seconds"))
     facts = [
-        ("model", f"{model.get('name', 'unknown')}" + (f", {_count(size)} parameters" if size else "")),
+        ("model", f"{model.get('name', 'unknown')}" + (f", {count(size)} parameters" if size else "")),
         ("task", f"{task.get('name', 'unknown')}" + (f": {task['description']}" if task.get("description") else "")),
         ("trust region", str(about.get("arm_label") or about.get("arm", "unknown"))),
         ("seed", str(about.get("seed", "unknown"))),
@@ -131,10 +131,6 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("machine", ", ".join([str(machine.get("gpu") or machine.get("processor") or ""), *parts]).strip(", ")),
     ]
     return [(name, value) for name, value in facts if value]
-
-
-def _count(n: float) -> str:
-    return f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.0f} M" if n >= 1e6 else f"{n:,.0f}"
 
 
 def _render(template: str, **values: Any) -> str:

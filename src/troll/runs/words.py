@@ -39,3 +39,8 @@ def duration(seconds: float) -> str:
 def plural(n: int, what: str) -> str:
     """``n`` of something."""
     return f"{n:,} {what}" + ("" if n == 1 else "s")
+
+
+def count(n: float) -> str:
+    """A large number, as of weights."""
+    return f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.0f} M" if n >= 1e6 else f"{n:,.0f}"
