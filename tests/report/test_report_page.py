@@ -274,3 +274,26 @@ def test_a_comparison_in_progress_says_what_is_missing(tmp_path):
     assert "Not finished, and not in the numbers: clip-0, clip-1, clip-2." in page.text
     assert page.text.count("No measure has been computed yet.") == 2
     assert "TROLL, KL ≤ 0.05, seed 0" in page.text
+
+
+def test_warnings_have_a_section_of_their_own(page, run):
+    """The gravest first, with every flag to try; none where no rule speaks."""
+    assert not [a for _, a in page.tags if a.get("id") == "warnings" or a.get("href") == "#warnings"]
+    about = json.loads((run / "run.json").read_text())
+    about["settings"]["tail"] = "floor"
+    (run / "run.json").write_text(json.dumps(about))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    noted = {"troll/kept_mass/old": 0.5, "troll/projected_fraction": 0.0, "troll/unscored_completions": 2.0}
+    cases.lines(run / "metrics.jsonl", [line if "eval_reward" in line else line | noted for line in lines])
+    warned = report(run)
+    assert [a["class"] for tag, a in warned.tags if tag == "li" and a.get("class")] == ["warning", "warning", "note"]
+    assert {"warnings"} <= {a.get("id") for tag, a in warned.tags if tag == "section"}
+    assert "#warnings" in {a.get("href") for tag, a in warned.tags if tag == "a"}
+    for text in (
+        "Warning since update 1 2 completions of a rollout without a reward.",
+        "The kept tokens have 0.5000 of the probability.",
+        "Try --tail bucket",
+        "Note since update 1 No token was projected in 25 rollouts",
+        "Try --learning_rate 6e-05.",
+    ):
+        assert text in warned.text, text
