@@ -160,6 +160,44 @@ def test_the_loss_has_the_pull_of_now(tmp_path: Path) -> None:
     assert losses[2] - losses[1] == pytest.approx(2 * (losses[1] - losses[0]), rel=1e-3)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp"])
+def test_a_scaled_pull_is_the_mean_size_of_the_advantages_over_the_tokens_of_the_rollout(
+    tmp_path: Path, estimator: str
+) -> None:
+    class Kept(TROLLTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            output = super()._generate_and_score_completions(inputs)
+            A, mask = output["advantages"].double(), output["completion_mask"].bool()
+            tokens = [abs(float(A[i] if A.dim() == 1 else A[i, t])) for i, t in mask.nonzero().tolist()]
+            self.sizes = [*getattr(self, "sizes", []), sum(tokens) / len(tokens)]
+            return output
+
+    run = watched(tmp_path, scale_regression=True, regression_coef=0.5, advantage_estimator=estimator)
+    run.__class__ = Kept
+    run.train()
+    assert len(run.sizes) == 2
+    assert min(run.sizes) > 0.05
+    expected = [0.5 * size for size in run.sizes for _ in range(4)]
+    assert per_update(run, "troll/regression_coef") == pytest.approx(expected, rel=1e-5)
+
+
+def test_ten_times_the_rewards_are_ten_times_the_loss_and_gradient_if_the_pull_is_scaled(tmp_path: Path) -> None:
+    def run(factor: float, scaled: bool) -> list[float]:
+        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+            return [factor * (sum(ids) % 7) for ids in completion_ids]
+
+        given = {"advantage_estimator": "rloo", "max_grad_norm": 1e9, "learning_rate": 1e-3, "kl_bound": 0.002}
+        place = tmp_path / f"{factor}-{scaled}"
+        built = trainer(place, reward_funcs=reward, max_steps=4, scale_regression=scaled, **given)
+        built.train()
+        assert max(logged(built, "troll/projected_fraction")) > 0
+        return logged(built, "grad_norm")
+
+    small, large = run(0.1, True), run(1.0, True)
+    assert large == pytest.approx([10 * x for x in small], rel=1e-3)  # Adam's ε is the only thing that is not scaled
+    assert run(1.0, False)[1] != pytest.approx(10 * run(0.1, False)[1], rel=1e-2)
+
+
 def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_share(tmp_path: Path) -> None:
     run = watched(tmp_path, **ENTROPY)
     run.train()

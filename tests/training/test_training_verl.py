@@ -355,6 +355,7 @@ REFUSED = [
     (["--bound", "entropy"], "--bound entropy.*keeps nothing from one rollout"),
     (["--bound", "projected", "--bound_target", "0.03"], "--bound_target with --engine verl.*the bound is"),
     (["--regression_tolerance", "0.05"], "--regression_tolerance with --engine verl"),
+    (["--scale_regression", "true"], "--scale_regression with --engine verl"),
     (["--min_p", "0.1"], "--min_p"),
     (["--repetition_penalty", "1.1"], "--repetition_penalty"),
     (["--optim", "sgd"], "optimizer_impl"),

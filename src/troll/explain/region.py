@@ -116,8 +116,7 @@ def far(history: History) -> Finding | None:
 def regression(history: History) -> Finding | None:
     """α · regression / (α · regression + |loss − α · regression|) > ``OUTWEIGHS`` while the reward rests."""
     coef = history.setting("regression_coef") or 0.0
-    pull = coef * history.mean("troll/regression")
-    rest = np.array([_rest(lines, coef) for lines in history.rollouts])
+    pull, rest = np.array([_terms(lines, coef) for lines in history.rollouts], dtype=np.float64).reshape(-1, 2).T
     share = np.divide(pull, pull + rest, out=np.zeros_like(pull), where=pull + rest > 0)
     typical = trailing(share, ROLLOUTS, np.median)  # a rollout without advantages has nothing but the pull
     return found(
@@ -192,8 +191,13 @@ def _recent(y: Array, i: int) -> float:
     return float(np.mean(y[max(0, i - ROLLOUTS + 1) : i + 1]))
 
 
-def _rest(lines: Sequence[Line], coef: float) -> float:
-    """Mean size of the loss without its regression term; NaN where it was not logged."""
-    pairs = [(finite(line.get("loss")), finite(line.get("troll/regression"))) for line in lines]
-    sizes = [abs(loss - coef * pull) for loss, pull in pairs if loss is not None and pull is not None]
-    return math.fsum(sizes) / len(sizes) if sizes else math.nan
+def _terms(lines: Sequence[Line], coef: float) -> tuple[float, float]:
+    """Mean size of the regression term, α as it was where it adapts, and of the rest of the loss; NaN if not logged."""
+    pulls, rests = [], []
+    for line in lines:
+        loss, kl = finite(line.get("loss")), finite(line.get("troll/regression"))
+        if loss is not None and kl is not None:
+            adapted = finite(line.get("troll/regression_coef"))
+            pulls.append((coef if adapted is None else adapted) * kl)
+            rests.append(abs(loss - pulls[-1]))
+    return (math.fsum(pulls) / len(pulls), math.fsum(rests) / len(rests)) if pulls else (math.nan, math.nan)

@@ -79,6 +79,13 @@ class BoundSettings:
             "this share of the tokens at the last update on a rollout, such as 0.05. Unset: it stays as it is."
         },
     )
+    scale_regression: bool = field(
+        default=False,
+        metadata={
+            "help": "Multiply regression_coef by the mean size of the advantages, over the tokens of the rollout: "
+            "rewards ten times as large, or as rare, then leave the balance of the two terms as it is."
+        },
+    )
 
 
 def make_bound(args: Any) -> Bound:
@@ -108,7 +115,7 @@ def check_bounds(args: Any) -> None:
     require_choice("bound", args.bound, get_args(BoundKind))
     require_choice("bound_curve", args.bound_curve, get_args(Curve))
     _check_fields(args)
-    adapts = args.bound != "fixed" or args.regression_tolerance is not None
+    adapts = args.bound != "fixed" or args.regression_tolerance is not None or args.scale_regression
     if adapts and args.trust_region != "troll":
         raise InputError(
             f"{_said(args)} with trust_region={args.trust_region!r}", "a trust region, which has a bound", "'troll'"
@@ -157,4 +164,7 @@ def _check_fields(args: Any) -> None:
 
 
 def _said(args: Any) -> str:
-    return f"bound={args.bound!r}" if args.bound != "fixed" else f"regression_tolerance={args.regression_tolerance}"
+    if args.bound != "fixed":
+        return f"bound={args.bound!r}"
+    scaled = args.scale_regression and args.regression_tolerance is None
+    return "scale_regression=True" if scaled else f"regression_tolerance={args.regression_tolerance}"

@@ -26,6 +26,8 @@ from troll.policy import PackedPolicy
 OLD_POLICY = "troll_old_policy"
 BOUND_MEAN = "troll_bound_mean"
 """Of what the bound of a token is relative to, over the counted tokens of the whole rollout, []."""
+ADVANTAGE_SIZE = "troll_advantage_size"
+"""Mean |A| over the counted tokens of the whole rollout, []."""
 _SAMPLER = "sampler"
 _TENSORS = tuple(f.name for f in fields(PackedPolicy) if f.type == "Tensor")
 

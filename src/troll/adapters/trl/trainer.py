@@ -94,6 +94,8 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
             output |= self._bound_mean(output)
         if self.args.advantage_estimator != "grpo":
             output["advantages"] = self._advantages(_loss_mask(output))
+        if self._needs_old_policy and self.args.scale_regression:
+            output[rollout.ADVANTAGE_SIZE] = self._advantage_size(output["advantages"], _loss_mask(output))
         if self._mode == "train":
             size = len(output["completion_ids"])
             output[REWARDS] = self._weighed_rewards[self.accelerator.process_index * size :][:size]
@@ -124,7 +126,7 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
             with self._scored_by(step):
                 loss = super()._compute_loss(model, inputs)
             if step.regression is not None:
-                loss = loss + self.region.regression_coef * self._aggregate(step.regression, mask, inputs)
+                loss = loss + self._regression_coef(inputs) * self._aggregate(step.regression, mask, inputs)
             try:
                 resolve(step.doubts)
             except InputError as error:
@@ -200,11 +202,23 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
     def _bound_mean(self, output: dict[str, Any]) -> dict[str, Tensor]:
         """What the bounds of a rollout are relative to, if anything: a mean over the tokens of all processes."""
         sums = self.region.sums(output[rollout.OLD_POLICY], _loss_mask(output))
-        if sums is None:
-            return {}
+        return {} if sums is None else {rollout.BOUND_MEAN: self._quotient(sums)}
+
+    def _advantage_size(self, advantages: Tensor, loss_mask: Tensor) -> Tensor:
+        """Mean |A| over the tokens of all processes, []."""
+        sizes = advantages.abs() if advantages.dim() == 2 else advantages.abs().unsqueeze(1).expand(loss_mask.shape)
+        return self._quotient(torch.stack([torch.where(loss_mask, sizes, 0.0).sum(), loss_mask.sum().to(sizes.dtype)]))
+
+    def _quotient(self, sums: Tensor) -> Tensor:
+        """Of two sums over all processes, [2] → []."""
         if self.accelerator.num_processes > 1:
             sums = self.accelerator.reduce(sums, reduction="sum")
-        return {rollout.BOUND_MEAN: sums[0] / sums[1].clamp(min=1)}
+        return sums[0] / sums[1].clamp(min=1)
+
+    def _regression_coef(self, inputs: dict[str, Any]) -> float | Tensor:
+        """α, on the scale of the advantages if it is to be."""
+        size = inputs.get(rollout.ADVANTAGE_SIZE)
+        return self.region.regression_coef if size is None else self.region.regression_coef * size
 
     def _gather(self, x: Tensor) -> Tensor:
         """[B, T, ...] of every process, padded with zeros to the longest T, one after another."""
@@ -221,6 +235,8 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
         stats = dict(zip(step.names, columns, strict=True))
         self.observe_tokens(stats, counted > 0, inputs)
         metrics = summarise(stats, counted > 0)
+        if rollout.ADVANTAGE_SIZE in inputs:
+            metrics["regression_coef"] = torch.as_tensor(self._regression_coef(inputs))
         dtype = step.stats.dtype
         *values, tokens = torch.stack([x.to(dtype) for x in (*metrics.values(), counted.sum())]).tolist()
         found = dict(zip(metrics, values, strict=True))

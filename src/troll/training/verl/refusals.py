@@ -120,7 +120,7 @@ REASONS: dict[tuple[str, ...], str] = {
     ("bound_target", "bound_end", "bound_rollouts", "bound_curve", "sequence_kl_bound", "sequence_by_prefix"): (
         "with verl the bound is `fixed`"
     ),
-    ("regression_tolerance",): "with verl the weight of the regression is fixed",
+    ("regression_tolerance", "scale_regression"): "with verl the weight of the regression is fixed",
     ("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"): "verl uploads nothing",
     ("log_completions", "num_completions_to_print"): "verl has trainer.rollout_data_dir for this",
     ("data_seed", "full_determinism"): "one seed is used for all; verl has rollout.full_determinism",
