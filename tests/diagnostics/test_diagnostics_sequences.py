@@ -8,11 +8,11 @@ from itertools import combinations_with_replacement
 
 import pytest
 import torch
-from diagnostics_cases import Enumerated
+from diagnostics_cases import Enumerated, random_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from troll import InputError
+from troll import InputError, SparsePolicy
 from troll.diagnostics import estimate_mean, estimate_sequence_kl, sequence_terms
 
 ROUNDING = 1e-12  # double precision, sums of at most a hundred terms of size 1
@@ -218,3 +218,20 @@ def test_what_is_refused():
     for values in (torch.ones(2, 2), torch.ones(0)):
         with pytest.raises(InputError, match="one number per sequence"):
             estimate_mean(values)
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(st.integers(0, 10**6))
+def test_single_precision_says_the_same(seed):
+    """Log-probabilities of size 10 rounded to fp32 are off by 5e-7, and so are ratios relative to their size; sums of
+    five such terms by a few times as much: 1e-5 leaves room."""
+    _, proposal, old, _, mask = random_pair(seed, distance=0.8)
+    narrow = [
+        SparsePolicy(x.token_ids, x.log_probs.detach().float(), x.log_tail.detach().float(), x.vocab_size)
+        for x in (proposal, old)
+    ]
+    terms, single = sequence_terms(proposal, old, mask), sequence_terms(*narrow, mask)
+    for field in fields(terms):
+        found = getattr(single, field.name)
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, getattr(terms, field.name), rtol=1e-5, atol=1e-5)

@@ -59,7 +59,7 @@ class SequenceKL:
     """KL(π̃ ‖ π_old) from token KLs and weights."""
     proposal_to_old_by_ratio: Estimate
     effective_share: float
-    """(Σw)² / (B Σw²) of the completions' weights: far below 1, few completions decide about KL(π̃ ‖ π_old)."""
+    """(Σw)² / (B Σw²) of the completions' weights: near 1/B, KL(π̃ ‖ π_old) and its interval are not to be trusted."""
 
 
 def sequence_terms(

@@ -170,7 +170,7 @@ def _checked(group: Tensor, counted: Tensor, names: Sequence[str]) -> Tensor:
             "one integer per token [B, T]",
             "token_classes(tokenizer).of(sampled)",
         )
-    of = group[counted].long()
+    of = group.to(counted.device)[counted].long()
     if bool(((of < 0) | (of >= len(names))).any()):
         raise InputError(
             f"classes from {int(of.min())} to {int(of.max())} with {len(names)} names",
