@@ -72,11 +72,11 @@ def token_classes(tokenizer: Any, vocab_size: int | None = None) -> TokenClasses
         raise InputError("a tokenizer that makes no token of 'a'", "one for text", "classes of your own for by_class")
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
-    size = len(tokenizer) if vocab_size is None else vocab_size
+    known = len(tokenizer)  # once: a fast tokenizer counts its vocabulary anew
     before = _decode(tokenizer, letter)
     ids = [
-        _SPECIAL if i in special or i >= len(tokenizer) else classify(_decode(tokenizer, [*letter, i])[len(before) :])
-        for i in range(size)
+        _SPECIAL if i in special or i >= known else classify(_decode(tokenizer, [*letter, i])[len(before) :])
+        for i in range(known if vocab_size is None else vocab_size)
     ]
     return TokenClasses(torch.tensor(ids))
 
