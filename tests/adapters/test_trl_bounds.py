@@ -198,6 +198,20 @@ def test_ten_times_the_rewards_are_ten_times_the_loss_and_gradient_if_the_pull_i
     assert run(1.0, False)[1] != pytest.approx(10 * run(0.1, False)[1], rel=1e-2)
 
 
+def test_what_is_fixed_is_what_the_arguments_say_now(tmp_path: Path) -> None:
+    """As before there were bounds that adapt: a callback may change them."""
+
+    class Widen(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.kl_bound = 0.2 if state.global_step >= 2 else 0.05
+
+    run = trainer(tmp_path, callbacks=[Widen()])
+    run.train()
+    largest = logged(run, "troll/kl_after/max")
+    assert largest[1] == pytest.approx(0.05, rel=1e-5)
+    assert largest[2:] == pytest.approx([0.2, 0.2], rel=1e-5)
+
+
 def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_share(tmp_path: Path) -> None:
     run = watched(tmp_path, **ENTROPY)
     run.train()

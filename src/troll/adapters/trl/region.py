@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from troll.adapters.trl.bounds import make_bound, make_regression
-from troll.objective.bound import Adaptive, Fixed, Measured
+from troll.objective.bound import Adaptive, Bound, Fixed, Measured
 from troll.policy import PackedPolicy
 
 logger = get_logger(__name__)
@@ -20,19 +20,23 @@ class Region:
     """ε and α of a run. All processes observe the same numbers, so that they have the same region."""
 
     def __init__(self, args: Any) -> None:
-        self.bound = make_bound(args)
+        self._args, self._bound = args, make_bound(args)
         self.regression = make_regression(args)
-        self._regression_coef = args.regression_coef
         adaptive: dict[str, Adaptive | None] = {
-            "kl_bound": None if isinstance(self.bound, Fixed) else self.bound,
+            "kl_bound": None if isinstance(self._bound, Fixed) else self._bound,
             "regression_coef": self.regression,
         }
         self._adaptive = {name: x for name, x in adaptive.items() if x is not None}
 
     @property
+    def bound(self) -> Bound:
+        """ε; where it is fixed, that of the arguments as they are now, which a callback may change."""
+        return Fixed(self._args.kl_bound) if isinstance(self._bound, Fixed) else self._bound
+
+    @property
     def regression_coef(self) -> float:
-        """α."""
-        value: float = self._regression_coef if self.regression is None else self.regression.now
+        """α; where it is fixed, that of the arguments as they are now."""
+        value: float = self._args.regression_coef if self.regression is None else self.regression.now
         return value
 
     @property
