@@ -42,6 +42,11 @@ MUTATIONS = [
     Mutation("GSPO without stop-gradient", "objective/ratio.py", "value = log_ratio.detach()", "value = log_ratio"),
     Mutation("clip takes the maximum", "objective/baselines.py", "torch.minimum(plain", "torch.maximum(plain"),
     Mutation("sequence mean over all tokens", "objective/aggregation.py", "return lengths.clamp(min=1) if", "return lengths.max() if"),
+    Mutation("a controller that runs away", "objective/bound/controllers.py", "self._sign * self.gain", "-self._sign * self.gain"),
+    Mutation("a controller that listens to the old policy", "objective/bound/controllers.py", "if self.updates > 1 and", "if"),
+    Mutation("a budget that is spent twice", "objective/bound/tokens.py", "left -= np.fmin(taken[t], share)", "left -= 0.5 * np.fmin(taken[t], share)"),
+    Mutation("a budget that forgets who does not count", "objective/bound/tokens.py", "np.cumsum(counts, 0) - counts", "np.cumsum(np.ones_like(counts), 0) - 1"),
+    Mutation("bounds by entropy without their mean", "objective/bound/tokens.py", "(1 - self.share) * relative", "relative"),
     Mutation("KL with the arguments exchanged", "policy/divergence.py",
              "return kl_terms(log_p, log_q).sum(-1)", "return kl_terms(log_q, log_p).sum(-1)"),
     Mutation("KL as the naive sum", "policy/divergence.py",
@@ -83,10 +88,10 @@ MUTATIONS = [
     Mutation("GRPO with the biased deviation", "advantages/outcome.py", "/ (grouping.sizes - 1)  #", "/ grouping.sizes  #"),
     Mutation("TRL's ratio of the unprojected policy", "adapters/trl/passes.py",
              "log_probs = old_log_probs + step.log_ratio", "log_probs = torch.where(counted, proposal.sampled_log_probs, old_log_probs)"),
-    Mutation("regression left out of TRL's loss", "adapters/trl/trainer.py", "loss = loss + self.args.regression_coef", "loss = loss + 0.0"),
+    Mutation("regression left out of TRL's loss", "adapters/trl/trainer.py", "loss = loss + self.region.regression_coef", "loss = loss + 0.0"),
     Mutation("old policies of the wrong sequences", "adapters/trl/passes.py", "return self.policies", "return self.policies[::-1]"),
     Mutation("TRL's clip left on", "adapters/trl/trainer.py", "self.epsilon_low = self.epsilon_high = math.inf", "pass"),
-    Mutation("rollout forgotten on resume", "adapters/trl/trainer.py", "self._buffered_inputs = rollout.load(path, self.accelerator.device)", "pass"),
+    Mutation("rollout forgotten on resume", "adapters/trl/resume.py", "self._buffered_inputs = rollout.load(path, self.accelerator.device)", "pass"),
 ]  # fmt: skip
 
 
