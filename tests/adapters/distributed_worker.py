@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     "network bound": {"bound": "network", "bound_target": 0.15, "regression_tolerance": 0.6},
     "entropy bound": {"bound": "entropy"},
     "sequence bound": {"bound": "sequence", "sequence_kl_bound": 0.1},
+    "scaled pull": {"scale_regression": True, "advantage_estimator": "rloo", "learning_rate": 0.3},
     "resumed": {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0},
 }
 

@@ -66,7 +66,7 @@ class Launch:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[Outcome]]:
     """Strategy and case → what they come to on two processes."""
-    extra = {"ddp": ["resumed", *BOUNDS], "fsdp": [*BF16, "bf16, outputs rounded", "resumed"]}
+    extra = {"ddp": ["resumed", "scaled pull", *BOUNDS], "fsdp": [*BF16, "bf16, outputs rounded", "resumed"]}
 
     @functools.cache
     def launch(strategy: str) -> Launch:
@@ -127,6 +127,17 @@ def test_two_processes_have_the_bounds_of_one(two: Any, one: Any, case: str) -> 
             assert of(first, name) == pytest.approx(of(alone, name), rel=1e-4)
     else:
         assert max(of(first, "troll/sequence_kl_after")) <= (0.1 if case == "sequence bound" else 0.4) * (1 + 1e-5)
+
+
+def test_two_processes_scale_the_pull_by_the_advantages_of_both(two: Any, one: Any) -> None:
+    alone, (first, second) = one("scaled pull"), two("ddp", "scaled pull")
+    assert furthest(first["weights"], second["weights"]) == 0
+    assert furthest(alone["weights"], first["weights"]) < 1e-5
+    pull = of(first, "troll/regression_coef")
+    assert pull == of(second, "troll/regression_coef") == pytest.approx(of(alone, "troll/regression_coef"), rel=1e-5)
+    sizes = [abs(x) for outcome in (first, second) for x in outcome["rollouts"][0]["advantages"].tolist()]
+    assert len(set(pull[:4])) == 1
+    assert min(sizes) < pull[0] < max(sizes)
 
 
 @pytest.mark.parametrize("case", ["accumulated", "checkpointed"])
