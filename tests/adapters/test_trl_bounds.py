@@ -353,6 +353,7 @@ RUNS = {
     "projected": PROJECTED,
     "schedule": SCHEDULE,
     "entropy": ENTROPY,
+    "sequence": {**SEQUENCE, "kl_bound": math.inf},  # which JSON does not have
 }
 
 
@@ -377,6 +378,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         ("projected", 6),
         ("schedule", 4),
         ("entropy", 4),
+        ("sequence", 4),
     ],
 )
 def test_an_interrupted_run_is_the_run_that_never_stopped(

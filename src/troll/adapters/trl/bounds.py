@@ -138,7 +138,8 @@ def check_bounds(args: Any) -> None:
     if args.bound == "sequence" and args.sequence_by_prefix and not args.max_completion_length:
         raise InputError("sequence_by_prefix without max_completion_length", "a longest completion", "256")
     try:
-        make_bound(args), make_regression(args)
+        make_bound(args)
+        make_regression(args)
     except InputError as error:
         raise InputError(
             f"{error.given} ({_said(args)}, kl_bound={args.kl_bound})", error.expected, error.hint
