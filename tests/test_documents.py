@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,15 @@ import pytest
 import torch
 
 import troll
+from troll.cli import main
+from troll.explain import RULES, Watch, learning, region, reward, upkeep
 from troll.kernels import Impl, choose
 from troll.kernels.choice import VARIABLE
 from troll.policy import align, single_pass
 from troll.policy.products import _TILE_BYTES, Products
 from troll.policy.rows import KERNEL_SUPPORT
 from troll.projection.ops import MAX_KERNEL_SUPPORT
+from troll.runs import Run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -208,3 +212,74 @@ def test_the_public_names_exist() -> None:
         assert hasattr(troll, name) or importlib.util.find_spec(f"troll.{name}"), name
     for name in troll.__all__:
         assert getattr(troll, name) is not None
+
+
+EXPLAIN = (ROOT / "docs" / "explain.md").read_text()
+EXPLAINED = ROOT / "tests" / "explain"
+sys.path.insert(0, str(EXPLAINED))
+
+
+def marked(mark: str) -> str:
+    """The text block under a comment."""
+    (text,) = re.findall(rf"<!-- {mark} -->\n```text\n(.*?)```", EXPLAIN, flags=re.DOTALL)
+    return str(text)
+
+
+@pytest.mark.parametrize("name", ["arithmetic-troll", "arithmetic-none"])
+def test_the_explanations_on_the_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of real runs, which are kept without what no rule reads."""
+    shutil.copytree(EXPLAINED / "runs" / name, tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", name]) == 0
+    assert capsys.readouterr().out == marked(f"explained: {name}")
+
+
+def test_the_warnings_on_the_page(tmp_path: Path) -> None:
+    """The lines of the run, given one after the other to the rules, as they were when it ran."""
+    name = "arithmetic-none"
+    lines = Run(EXPLAINED / "runs" / name).metrics()
+    (tmp_path / "run.json").write_text((EXPLAINED / "runs" / name / "run.json").read_text())
+    watch, said = Watch(tmp_path), []
+    for line in lines:
+        watch.add(line)
+        said += [x.line() for x in watch.new()] if line["step"] % 8 == 0 else []
+    assert said == marked(f"warned: {name}").splitlines()
+    assert [x.line() for x in watch.new()] == []
+
+
+def test_the_rules_on_the_page() -> None:
+    cases = importlib.import_module("test_explain_rules").SPOKEN
+    names = [{x.name for case in cases if (x := rule(case.history)) is not None} for rule in RULES]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|", EXPLAIN, flags=re.MULTILINE))
+    assert [{name} for name in rows] == names
+    for name, thresholds in {
+        "reward_collapse": (learning.COLLAPSED_ROLLOUTS, learning.COLLAPSED, learning.FALLEN),
+        "no_signal": (learning.SAME_REWARD, reward.SMOOTH),
+        "flat": (learning.FLAT_ROLLOUTS, learning.RISEN),
+        "cut_completions": (upkeep.CUT, upkeep.ROLLOUTS),
+        "sampler_mismatch": (upkeep.MISMATCH, upkeep.ROLLOUTS),
+        "projected": (region.PROJECTED, region.ROLLOUTS, region.USUAL_BOUND),
+        "far_outside": (region.FAR, region.FAR_NATS, region.ROLLOUTS),
+        "entropy_collapse": (learning.ENTROPY_LEFT, reward.SMOOTH),
+        "regression_outweighs": (region.OUTWEIGHS, region.WEAK, region.ROLLOUTS),
+        "clipped": (region.CLIPPED, region.CLIPPED_SEQUENCES, region.ROLLOUTS),
+        "kept_mass": (region.KEPT_MASS_FLOOR, region.KEPT_MASS_BUCKET, region.ROLLOUTS),
+        "held_out_gap": (learning.HELD_OUT, learning.HELD_OUT_TIMES),
+        "gradient_spikes": (upkeep.SPIKE, upkeep.SPIKES, upkeep.SPIKE_ROLLOUTS),
+        "idle": (region.IDLE_ROLLOUTS,),
+    }.items():
+        assert {f"{x:g}" for x in thresholds} <= set(re.findall(r"\d[\d.]*\d|\d", rows[name])), name
+    text = " ".join(EXPLAIN.split())
+    assert f"averaged over {reward.SMOOTH} rollouts" in text
+    assert f"median over {reward.SMOOTH} rollouts is at least {reward.NEAR_TOP:g}" in text
+    assert f"It *rests* if {reward.STALLED} rollouts" in text
+
+
+def test_the_table_of_real_runs() -> None:
+    cases = importlib.import_module("explain_cases")
+    rows = cases.table()
+    assert sum(int(row.split(" | ")[1]) for row in rows) == 157
+    shown = EXPLAIN.partition("## Tried on real runs")[2]
+    assert re.findall(r"^\| (?!runs|---).*\|$", shown, flags=re.MULTILINE) == rows

@@ -262,7 +262,7 @@ def test_the_options_on_the_task_page(options: dict[str, Any]) -> None:
 
 
 def test_there_are_commands_to_check() -> None:
-    assert {words[0] for words in commands()} == {"train", "compare", "eval", "runs", "report", "doctor"}
+    assert {words[0] for words in commands()} == {"train", "compare", "eval", "explain", "runs", "report", "doctor"}
     assert ["compare", "--arms", "troll", "clip", "none", "--seeds", "0", "1", "2"] in commands()
 
 

@@ -61,9 +61,8 @@ def test_a_real_run_that_is_projected(runs: Path, capsys: pytest.CaptureFixture[
     largest = max(line["troll/kl_before/max"] for line in run.metrics())
     assert f"and {largest:.3g} at the most" in out
     rewards = [line["reward"] for line in run.metrics() if "reward" in line]
-    assert (
-        f"Sampled reward {score(rewards[0])} in the first rollout, {score(sum(rewards[-3:]) / 3)} in the last 3" in out
-    )
+    assert f"Sampled reward {score(rewards[0])} in the first rollout." in out
+    assert f"{score(sum(rewards[-3:]) / 3)} at the end" in out
     assert f"Held-out reward {score(run.evaluations()[0]['eval_reward'])} (update 0)" in out
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from troll.explain import History
+from troll.explain import History, find
 
 RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "studies" / "results"
 UPDATES = 4
@@ -66,3 +68,35 @@ def stored() -> dict[str, list[tuple[dict[str, Any], History]]]:
             place = " ".join(str(x) for axis, x in run["place"].items() if axis != "seed")
             groups.setdefault(f"{path.stem} {place}", []).append((run, History.of(made, evaluations, run["settings"])))
     return groups
+
+
+KINDS = {  # rows of docs/explain.md: what the group of a run begins with, or ends with
+    "the final runs: TROLL, clip, clip-higher": r"final (troll|troll-0\.2|clip|clip-higher)",
+    "the final runs: GSPO, none": r"final (gspo|none)",
+    "rate 1e-5, every region": r"regions .* 1e-5",
+    "rate 3e-5, every region": r"regions .* 3e-5",
+    "rate 1e-4, TROLL": r"regions troll.* 1e-4",
+    "rate 1e-4, the others": r"regions (clip|clip-higher|gspo|none) 1e-4",
+    "rate 3e-4, TROLL": r"regions troll.* 3e-4",
+    "rate 3e-4, the others": r"regions (clip|clip-higher|gspo|none) 3e-4",
+    "bound 0.01": r"changes bound 0\.01",
+    "no regression": r"changes no regression",
+    "regression 10": r"changes regression 10",
+    "every other change": r"changes (?!bound 0\.01|no regression|regression 10).*",
+    "every estimator": r"estimators .*",
+    "one update per rollout": r"updates \S+ 1 .*",
+    "4 to 32 updates, TROLL": r"updates \S+ (4|8|16|32) troll.*",
+    "4 to 32 updates, clip": r"updates \S+ (4|8|16|32) clip",
+}
+
+
+def table() -> list[str]:
+    """Which rules speak in which runs, a row for each kind: runs, mean of their last three rewards, findings."""
+    rows = []
+    for kind, pattern in KINDS.items():
+        runs = [pair for group, all_of in stored().items() if re.fullmatch(pattern, group) for pair in all_of]
+        end = sum(sum(run["rollouts"]["reward"][-3:]) / 3 for run, _ in runs) / len(runs)
+        count = Counter(x.name for _, history in runs for x in find(history))
+        said = ", ".join(f"`{name}` {n}" for name, n in sorted(count.items(), key=lambda x: (-x[1], x[0])))
+        rows.append(f"| {kind} | {len(runs)} | {end:.2f} | {said or 'nothing'} |")
+    return rows

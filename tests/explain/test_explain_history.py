@@ -131,7 +131,8 @@ def test_what_was_said_stays_said(run: Any, data: Any) -> None:
     assert len({x.name for x in whole}) == len(whole)
 
 
-JUNK = st.one_of(st.none(), st.booleans(), st.text(max_size=3), st.floats(), st.integers(), st.lists(st.integers()))
+NUMBERS = st.one_of(st.floats(-1e9, 1e9), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(-1000, 1000))
+JUNK = st.one_of(st.none(), st.booleans(), st.text(max_size=3), NUMBERS, st.lists(st.integers(), max_size=2))
 
 
 @settings(max_examples=200, deadline=None)

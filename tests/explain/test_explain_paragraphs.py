@@ -52,7 +52,8 @@ def test_a_run_that_went_well(tmp_path: Path) -> None:
         "It is finished: 36 of 36 updates, 9 rollouts, 1 min.",
     ]
     assert told.reward == [
-        "Sampled reward 0.100 in the first rollout, 0.900 in the last 3, 0.900 at its highest (up to update 28).",
+        "Sampled reward 0.100 in the first rollout. Its mean over 3 rollouts: 0.900 at its highest (up to update 28), "
+        "0.900 at the end.",
         "It was still rising: more updates may give more (--max_steps).",  # 0.7 five rollouts ago, and steps of 0.1
         "Held-out reward 0.100 (update 0) → 0.750 (update 32) → 0.700 (update 36).",
     ]
@@ -62,6 +63,13 @@ def test_a_run_that_went_well(tmp_path: Path) -> None:
         "at the most; the bound is 0.05.",
     ]
     assert (told.findings, told.changes, told.commands) == ([], [], [])
+
+
+def test_the_end_may_be_the_highest(tmp_path: Path) -> None:
+    told = explain(write(tmp_path / "x", rewards=[0.1, 0.2, 0.3, 0.4], columns={}))
+    assert told.reward[0] == (
+        "Sampled reward 0.100 in the first rollout. Its mean over 3 rollouts: 0.300 at the end, the highest."
+    )
 
 
 def test_what_to_type_makes_the_run_again(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ RISING = cases.RISING
 FLAT = [0.3, 0.32] * 6
 PEAK = [0.1, 0.3, 0.5, 0.7, 0.9, 0.9, 0.9, 0.9, 0.9]
 SUNK = [*PEAK, 0.2, 0.1, 0.1, 0.1, 0.1]
+NOT_RISEN = "the reward was 0.300 in the first of 12 rollouts, and its mean over 3 at most 0.313"
 OFF = {"trust_region": "none"}
 CLIP = {"trust_region": "clip", "epsilon": 0.2}
 
@@ -101,12 +102,12 @@ SPOKEN = [
          [SLOWEST, "--num_generations 16"]),
     Case("solved", made([0.5, 0.9, 0.9, 0.9], frac_reward_zero_std=0.95), 1, 12,
          "in 95\xa0% of the groups all completions have the same reward; the mean is 0.900", [], "note"),
-    Case("flat", made(FLAT), 1, 40, "the reward began at 0.300 and was at most 0.313 in 12 rollouts",
+    Case("flat", made(FLAT), 1, 40, NOT_RISEN,
          ["--num_generations 16"]),
     Case("flat", made(FLAT, troll__kl_before__p99=0.001), 1, 40,
-         "the reward began at 0.300 and was at most 0.313 in 12 rollouts", ["--learning_rate 3e-05"]),
+         NOT_RISEN, ["--learning_rate 3e-05"]),
     Case("flat", made(FLAT, troll__kl_before__p99=1.1), 1, 40,
-         "the reward began at 0.300 and was at most 0.313 in 12 rollouts", [SLOWEST]),
+         NOT_RISEN, [SLOWEST]),
     Case("held_out_gap", made([0.8] * 8, held_out=[(0, 0.3), (16, 0.55), (32, 0.5)]), 29, 32,
          "held-out reward 0.500, sampled reward 0.800", ["--beta 0.01"]),
     Case("cut_completions", made(completions__clipped_ratio=0.31), 1, 12,

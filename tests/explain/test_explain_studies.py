@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import explain_cases as cases
+import numpy as np
 import pytest
 
-from troll.explain import find
+from troll.explain import History, find, learning
 
 GROUPS = cases.stored()
 WELL = 0.8
@@ -117,3 +118,27 @@ def test_nothing_is_said_in_every_kind_of_run() -> None:
     """A rule that always speaks says nothing."""
     count = Counter(name for group in GROUPS for names in told(group) for name in names)
     assert max(count.values()) < 157 / 4
+
+
+# ---------------------------------------------------------------------- nothing but noise
+
+
+def noise_runs(share: float, completions: int, rollouts: int) -> list[History]:
+    """100 runs that learn nothing: the reward is the share of right answers among so many."""
+    rng = np.random.default_rng([completions, round(1000 * share), rollouts])
+    return [cases.history(list(rng.binomial(completions, share, rollouts) / completions)) for _ in range(100)]
+
+
+@pytest.mark.parametrize(("completions", "most"), [(16, 12), (64, 4)])
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_noise_is_seldom_taken_for_a_fall(share: float, completions: int, most: int) -> None:
+    """docs/explain.md says up to 7 of 100, and hardly any: 7 of 100 has a standard deviation of 2.6."""
+    found = [learning.reward_collapse(run) for run in noise_runs(share, completions, 100)]
+    assert sum(x is not None for x in found) <= most
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_a_run_that_learns_nothing_is_called_flat(share: float) -> None:
+    """80 to 90 of 100 were seen: 70 is four standard deviations below 86."""
+    found = [learning.flat(run) for run in noise_runs(share, 64, 30)]
+    assert sum(x is not None for x in found) >= 70

@@ -286,7 +286,8 @@ def test_warnings_have_a_section_of_their_own(page, run):
     noted = {"troll/kept_mass/old": 0.5, "troll/projected_fraction": 0.0, "troll/unscored_completions": 2.0}
     cases.lines(run / "metrics.jsonl", [line if "eval_reward" in line else line | noted for line in lines])
     warned = report(run)
-    assert [a["class"] for tag, a in warned.tags if tag == "li" and a.get("class")] == ["warning", "warning", "note"]
+    levels = [a.get("class") for tag, a in warned.tags if tag == "li"]
+    assert [level for level in levels if level in ("warning", "note")] == ["warning", "warning", "note"]
     assert {"warnings"} <= {a.get("id") for tag, a in warned.tags if tag == "section"}
     assert "#warnings" in {a.get("href") for tag, a in warned.tags if tag == "a"}
     for text in (

@@ -45,14 +45,14 @@ def shown(terminal: bool, updates: int = 8, main: bool = True, stop_at: int = 99
     return file.getvalue(), progress
 
 
-def watched(folder: Path, terminal: bool, updates: int, main: bool = True, stop_at: int = 99) -> str:
+def watched(folder: Path, terminal: bool, updates: int, main: bool = True, first: int = 0, stop_at: int = 99) -> str:
     """What a run of four updates on each rollout shows, in which two fifths of the tokens are projected throughout."""
     file = io.StringIO()
     progress = ShowProgress(Console(force_terminal=terminal, file=file, width=400), Watch(folder))
-    state = SimpleNamespace(global_step=0, max_steps=updates, is_world_process_zero=main)
+    state = SimpleNamespace(global_step=first, max_steps=updates, is_world_process_zero=main)
     control: Any = None
     progress.on_train_begin(ARGS, state, control)
-    for step in range(1, min(updates, stop_at) + 1):
+    for step in range(first + 1, min(updates, stop_at) + 1):
         state.global_step = step
         logs = {"loss": 0.1, "troll/projected_fraction": 0.4} | ({"reward": step / 100} if step % 4 == 1 else {})
         progress.on_log(ARGS, state, control, logs)
@@ -78,6 +78,13 @@ def test_a_warning_is_one_line_when_it_first_applies(tmp_path: Path, terminal: b
     if not terminal:  # it stands after the third rollout
         assert [line.split()[0] for line in said.splitlines()] == ["step"] * 3 + ["Warning"] + ["step"] * 3
     assert [x["said"] for x in Run(folder).warnings()] == [12]
+
+
+def test_a_resumed_run_does_not_warn_again(tmp_path: Path) -> None:
+    folder = folder_of_a_run(tmp_path / "x")
+    assert "Warning" in watched(folder, False, 24, stop_at=12)
+    assert "Warning" not in watched(folder, False, 24, first=12)
+    assert "Warning" in watched(folder, False, 24, first=8)  # from a checkpoint before it was said
 
 
 def test_no_warning_before_its_time_and_none_from_other_processes(tmp_path: Path) -> None:

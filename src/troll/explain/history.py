@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,12 @@ class History:
         """``troll``, ``clip`` or ``none``."""
         return str(self.settings.get("trust_region", "none"))
 
-    @property
+    @cached_property
     def reward(self) -> Array:
         """Mean over the completions of every rollout [R]."""
         return self.first("reward")
 
-    @property
+    @cached_property
     def entropy(self) -> Array:
         """Of the network [R]: TRL's, or where that is not logged the lower bound from the kept tokens."""
         own = self.mean("entropy")

@@ -117,7 +117,10 @@ def flat(history: History) -> Finding | None:
         history,
         "flat",
         holds,
-        lambda i: f"the reward began at {score(start)} and was at most {score(best[i])} in {plural(i + 1, 'rollout')}",
+        lambda i: (
+            f"the reward was {score(history.reward[0])} in the first of {plural(i + 1, 'rollout')}, and its mean over "
+            f"{SMOOTH} at most {score(best[i])}"
+        ),
         "It has not risen beyond its noise",
         _instead_of_flat(history),
         FLAT_ROLLOUTS,
@@ -129,7 +132,9 @@ def _if_spoilt(history: History) -> Change | None:
     now = smoothed(history)
     if not len(now) or not now[-1] < history.reward[0] / 2:
         return None
-    return slower(history, "the reward was twice as high at the start: large steps have spoilt the policy", 1 / 3)
+    return slower(
+        history, "the reward was more than twice as high at the start: large steps have spoilt the policy", 1 / 3
+    )
 
 
 def _instead_of_flat(history: History) -> list[Change | None]:

@@ -109,12 +109,10 @@ def _reward(history: History) -> Iterator[str]:
         yield f"Sampled reward {', '.join(score(x) for x in reward)}: too few rollouts to say more."
     else:
         best = int(np.nanargmax(mean))
-        where = "the highest so far" if best == len(mean) - 1 else f"{score(mean[best])} at its highest"
-        at = "" if best == len(mean) - 1 else f" (up to update {history.ends(best)})"
-        yield (
-            f"Sampled reward {score(reward[0])} in the first rollout, {score(mean[-1])} in the last {SMOOTH}, "
-            f"{where}{at}."
-        )
+        end = f"{score(mean[-1])} at the end"
+        peak = f"{score(mean[best])} at its highest (up to update {history.ends(best)}), {end}"
+        path = f"{end}, the highest" if best == len(mean) - 1 else peak
+        yield f"Sampled reward {score(reward[0])} in the first rollout. Its mean over {SMOOTH} rollouts: {path}."
         yield _direction(history)
     held_out = [(x["step"], y) for x in history.evaluations if (y := finite(x.get("eval_reward"))) is not None]
     if not held_out:
