@@ -47,7 +47,7 @@ def line_of(case: Case, folder: Path) -> Line:
         "name": case.name,
         "place": case.place,
         "status": about["status"],
-        **({"error": about["error"]} if about.get("error") else {}),
+        **({"error": about["error"].replace(f"{folder.parent}/", "")} if about.get("error") else {}),
         "task": about["task"]["name"],
         "parameters": about["model"].get("parameters"),
         "flags": {name: value for name, value in case.flags.items() if not str(value).startswith("/")},

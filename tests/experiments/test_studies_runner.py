@@ -13,6 +13,8 @@ import tiny_models
 import yaml
 from studies_cases import STUDIES, analyse, results, scores, study
 
+from troll.runs.folder import FORMAT
+
 
 def read(folder: Path, **text):
     """A study with these parts."""
@@ -101,6 +103,24 @@ def test_what_is_kept_of_each_rollout():
         "kl_before/mean": [0.1, 0.3],  # of the last
         "kl_before/max": [7.0, 2.0],  # the largest
     }
+
+
+def test_a_result_has_no_path_of_the_machine_it_was_made_on(tmp_path):
+    folder = tmp_path / "broken-0"
+    folder.mkdir()
+    about = {"status": "failed", "error": f"Its batches are in {folder}/skipped/update-000028.", "settings": {}}
+    about |= {"task": {"name": "sorting"}, "model": {}, "seconds": 1.0, "machine": {}, "versions": {}, "format": FORMAT}
+    (folder / "run.json").write_text(json.dumps(about))
+    case = study.Case("some", {"seed": "0"}, {"task": "/elsewhere/sorting.py", "max_steps": 4})
+    line = results.line_of(case, folder)
+    assert line["error"] == "Its batches are in broken-0/skipped/update-000028."
+    assert line["flags"] == {"max_steps": 4}
+
+
+def test_no_stored_result_has_one():
+    found = "".join(path.read_text() for path in results.RESULTS.glob("*.jsonl"))
+    assert "H200" in found
+    assert not [home for home in ("/tmp/", "/home/", "/root/") if home in found]
 
 
 @pytest.mark.parametrize("lines", [[], [{"step": 1, "loss": 0.5}]])
