@@ -2,6 +2,7 @@
 
     python experiments/studies/run.py configs/regions.yaml --jobs 12
     python experiments/studies/run.py configs/*.yaml --set model=FOLDER --minutes 9
+    python experiments/studies/run.py configs/regions.yaml --where region=troll,clip rate=1e-5
     python experiments/studies/run.py configs/regions.yaml --list           the runs, and what is done
 
 A run that ends, well or not, becomes a line in results/STUDY.jsonl. What was begun and not finished goes on where it
@@ -16,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,6 +77,17 @@ def changed(study: Study, words: list[str]) -> Study:
     return Study(study.name, study.question, cases)
 
 
+def at(cases: Sequence[Case], words: list[str]) -> list[Case]:
+    """The cases with one of the given labels on each of the given axes; a label that no case has is a mistake."""
+    for axis, _, given in (word.partition("=") for word in words):
+        labels = given.split(",")
+        there = {case.place.get(axis) for case in cases}
+        if unknown := set(labels) - there:
+            raise SystemExit(f"--where {axis}={given}: no run has {', '.join(sorted(unknown))} there")
+        cases = [case for case in cases if case.place.get(axis) in labels]
+    return list(cases)
+
+
 def main() -> int:
     """Read, run, say what happened; 1 if a run could not begin or was interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,6 +96,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this time")
     parser.add_argument("--set", nargs="+", default=[], metavar="FLAG=VALUE", help="for all runs, e.g. model=FOLDER")
     parser.add_argument("--seeds", type=int, nargs="+", help="only runs with these seeds")
+    parser.add_argument("--where", nargs="+", default=[], metavar="AXIS=LABEL,…", help="only runs with these labels")
     parser.add_argument("--runs", type=Path, default=Path("runs/studies"), help="where the runs are kept")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the results are kept")
     parser.add_argument("--list", action="store_true", help="list the runs and do nothing")
@@ -91,7 +105,7 @@ def main() -> int:
     options.results.mkdir(parents=True, exist_ok=True)
     studies = [changed(Study.read(path), options.set) for path in options.studies]
     done = {(line["study"], line["name"]) for study in studies for line in read(options.results, study.name)}
-    cases = [case for study in studies for case in study.cases]
+    cases = at([case for study in studies for case in study.cases], options.where)
     if options.seeds is not None:
         cases = [case for case in cases if case.flags.get("seed", 0) in options.seeds]
     if options.list:

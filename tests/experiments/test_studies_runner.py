@@ -212,3 +212,6 @@ def test_a_study_from_its_file_to_its_results(folder):
     assert set(lines) == {"troll-0"}
     expected = ["tiny/troll-0: done", "tiny/troll-1: to do", "tiny/troll-2: to do"]
     assert run(folder, "--list")[:2] == (0, expected)
+    assert run(folder, "--list", "--where", "region=troll", "seed=0,2")[:2] == (0, [expected[0], expected[2]])
+    code, _, error = run(folder, "--list", "--where", "region=trol")
+    assert (code, error) == (1, "--where region=trol: no run has trol there\n")
