@@ -88,7 +88,8 @@ MUTATIONS = [
     Mutation("GRPO with the biased deviation", "advantages/outcome.py", "/ (grouping.sizes - 1)  #", "/ grouping.sizes  #"),
     Mutation("TRL's ratio of the unprojected policy", "adapters/trl/passes.py",
              "log_probs = old_log_probs + step.log_ratio", "log_probs = torch.where(counted, proposal.sampled_log_probs, old_log_probs)"),
-    Mutation("regression left out of TRL's loss", "adapters/trl/trainer.py", "loss = loss + self.region.regression_coef", "loss = loss + 0.0"),
+    Mutation("regression left out of TRL's loss", "adapters/trl/trainer.py", "loss = loss + self._regression_coef(inputs)", "loss = loss + 0.0"),
+    Mutation("a pull that forgets the advantages", "adapters/trl/trainer.py", "else self.region.regression_coef * size", "else self.region.regression_coef"),
     Mutation("old policies of the wrong sequences", "adapters/trl/passes.py", "return self.policies", "return self.policies[::-1]"),
     Mutation("TRL's clip left on", "adapters/trl/trainer.py", "self.epsilon_low = self.epsilon_high = math.inf", "pass"),
     Mutation("rollout forgotten on resume", "adapters/trl/resume.py", "self._buffered_inputs = rollout.load(path, self.accelerator.device)", "pass"),
@@ -97,7 +98,6 @@ MUTATIONS = [
     Mutation("entropy of a solved task", "explain/learning.py", "& stalled(history) & ~near_top(history)", "& stalled(history)"),
     Mutation("one rollout enough for a warning", "explain/history.py", "np.min) == 1.0", "np.max) == 1.0"),
     Mutation("a warning every time", "explain/rules.py", "self._known.add(finding.name)", "pass"),
-    Mutation("rollout forgotten on resume", "adapters/trl/trainer.py", "self._buffered_inputs = rollout.load(path, self.accelerator.device)", "pass"),
 ]  # fmt: skip
 
 
