@@ -59,7 +59,7 @@ def history(
 def stored() -> dict[str, list[tuple[dict[str, Any], History]]]:
     """The runs of the studies, by study and place without the seed: one line per rollout."""
     groups: dict[str, list[tuple[dict[str, Any], History]]] = {}
-    for path in sorted(RESULTS.glob("*.jsonl")):
+    for path in sorted(set(RESULTS.glob("*.jsonl")) - {RESULTS / "network.jsonl"}):  # those are of a plain loop
         for run in {x["name"]: x for x in map(json.loads, path.read_text().splitlines())}.values():
             columns = run["rollouts"]
             names = {n: n if n in WITHOUT_PREFIX or n.startswith("clip_ratio/") else f"troll/{n}" for n in columns}
