@@ -201,7 +201,6 @@ REGISTRY = {
     "updates": Entry({"updates": updates_tables, "network": network_updates_tables}, {"updates": updates_figure}),
     "changes": Entry({"changes": changes_tables, "network": network_tables}, {"changes": changes_figure}),
     "bounds": Entry({"changes": changes_tables, "network": network_tables}, {"changes": changes_figure}),
-    "sizes": _REGIONS,
     "gsm8k": _REGIONS,
     "code": _REGIONS,
     "stories": _REGIONS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_a_result_has_no_path_of_the_machine_it_was_made_on(tmp_path):
 def test_no_stored_result_has_one():
     found = "".join(path.read_text() for path in results.RESULTS.glob("*.jsonl"))
     assert "H200" in found
-    assert not [home for home in ("/tmp/", "/home/", "/root/") if home in found]
+    assert not re.findall(r'["\s]/\w+/\S*', found)  # kl_before/mean has a slash too, and something before it
 
 
 @pytest.mark.parametrize("lines", [[], [{"step": 1, "loss": 0.5}]])

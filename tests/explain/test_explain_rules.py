@@ -154,6 +154,9 @@ SILENT = {
         made(PEAK + [0.9] * 6, loss=0.3, troll__regression=0.02),  # 0.02 of 0.3
         made(PEAK + [0.9] * 6, loss=0.03, troll__regression=0.02, settings={"regression_coef": 0.0}),
         made(PEAK + [0.9] * 6, troll__regression=0.02),  # the loss was not logged
+        made(
+            PEAK + [0.9] * 6, loss=0.03, troll__regression=0.02, troll__regression_coef=0.01
+        ),  # α adapts, and is small
         made(PEAK + [0.9] * 6, loss=0.03, troll__regression=0.2, settings={"regression_coef": 0.1}),
         made(PEAK + [0.9] * 6, loss=[0.3] * 12 + [0.02, 0.3, 0.3], troll__regression=0.02),  # one without advantages
     ],
