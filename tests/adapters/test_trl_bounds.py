@@ -212,13 +212,23 @@ def test_what_is_fixed_is_what_the_arguments_say_now(tmp_path: Path) -> None:
     assert largest[2:] == pytest.approx([0.2, 0.2], rel=1e-5)
 
 
-def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_share(tmp_path: Path) -> None:
-    run = watched(tmp_path, **ENTROPY)
+@pytest.mark.parametrize("highest", [None, 0.0501])
+def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_share(
+    tmp_path: Path, highest: float | None
+) -> None:
+    """Under a cap that a good part of the tokens reaches, each has its share up to there, and the mean is lower."""
+    run = watched(tmp_path, bound_highest=highest, **ENTROPY)
     run.train()
+    cap = math.inf if highest is None else highest
     for first in (0, 4):  # the four batches of each rollout
         passes = run.seen[first : first + 4]
         tokens = torch.cat([stats["kl_bound"][counted] for stats, counted in passes]).double()
-        assert tokens.mean().item() == pytest.approx(0.05, rel=1e-6)
+        capped = (tokens >= cap * (1 - 1e-6)).double().mean()
+        if highest is None:
+            assert tokens.mean().item() == pytest.approx(0.05, rel=1e-6)
+        else:
+            assert tokens.mean() < 0.05 * (1 - 1e-4)
+            assert 0.1 < capped < 0.9
         assert tokens.std() > 1e-4
         assert tokens.min() >= 0.25 * 0.05
     # The last rollout, from the batches the trainer holds: H of the old policy, by its definition.
@@ -229,7 +239,7 @@ def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_
         H += (-torch.where(p > 0, p * p.log(), 0.0).sum(-1)).tolist()
         bounds += stats["kl_bound"][counted].tolist()
     mean = sum(H) / len(H)
-    assert bounds == pytest.approx([0.05 * (0.25 + 0.75 * h / mean) for h in H], rel=1e-5)
+    assert bounds == pytest.approx([min(0.05 * (0.25 + 0.75 * h / mean), cap) for h in H], rel=1e-5)
     for stats, counted in run.seen:
         assert (stats["kl_after"] <= stats["kl_bound"] * (1 + 1e-6))[counted].all()
 
@@ -439,6 +449,8 @@ def test_a_run_with_a_fixed_bound_writes_nothing_of_it(tmp_path: Path) -> None:
         ({"bound_target": 0.1}, "bound_target=0.1 with bound='fixed'"),
         ({"bound": "entropy", "bound_end": 0.1}, "bound_end=0.1 with bound='entropy'"),
         ({"bound_curve": "linear"}, "bound_curve='linear' with bound='fixed'"),
+        ({"bound_highest": 0.5}, "bound_highest=0.5 with bound='fixed'.*bound='entropy'"),
+        ({"bound_highest": 0.01, **ENTROPY}, "highest=0.01 with kl_bound=0.05"),
         ({"bound_curve": "cosine", **SCHEDULE}, "bound_curve='cosine'"),
         ({"sequence_by_prefix": True, **PROJECTED}, "sequence_by_prefix=True with bound='projected'"),
         ({"trust_region": "clip", **PROJECTED}, "bound='projected' with trust_region='clip'"),

@@ -238,6 +238,30 @@ def test_parts_of_a_rollout_have_the_bounds_of_the_whole_with_its_mean():
     assert (alone - whole[:1]).abs().max() > 3e-4
 
 
+def one_choice(T):
+    """A policy that is sure of all T tokens but the first, where it tosses a coin: H_t / H̄ = T."""
+    logits = torch.full((1, T, 4), -math.inf, dtype=torch.float64)
+    logits[..., 2] = 0.0
+    logits[0, 0, 1] = 0.0
+    return sparsify(logits, torch.full((1, T), 2), 4), torch.ones(1, T, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("highest", "first"), [(None, 3.7625), (4.0, 3.7625), (0.2, 0.2), (0.05, 0.05)])
+def test_the_one_token_with_a_choice_gets_what_the_cap_leaves(highest, first):
+    """Of a hundred: 0.05 (¼ + ¾ · 100) = 3.7625 if nothing stops it."""
+    bounds = EntropyBound(0.05, highest=highest).token_bounds(*one_choice(100), lambda: None)
+    assert bounds[0].tolist() == pytest.approx([first] + [0.0125] * 99, rel=1e-12)
+
+
+def test_a_cap_that_no_token_reaches_changes_no_bit():
+    case = make_case(1, B=4, T=6, V=9, dtype=torch.float32)
+    old = sparsify(case.old_logits, case.sampled, 4, 0.0)
+    free, capped = (EntropyBound(0.05, highest=x).token_bounds(old, case.mask, lambda: None) for x in (None, 0.2))
+    assert free.std() > 0.001
+    assert free.max() < 0.2
+    assert torch.equal(capped, free)
+
+
 def test_a_policy_that_is_sure_of_everything_has_the_bound_everywhere():
     sure = torch.full((1, 3, 4), -math.inf)
     sure[..., 2] = 0.0
@@ -258,6 +282,8 @@ def test_one_number_for_all_tokens_asks_for_nothing():
     [
         (lambda: EntropyBound(0.0), "kl_bound=0"),
         (lambda: EntropyBound(0.05, 1.5), "share=1.5"),
+        (lambda: EntropyBound(0.05, highest=0.04), "highest=0.04 with kl_bound=0.05"),
+        (lambda: EntropyBound(0.05, highest=math.nan), "highest=nan"),
         (lambda: SequenceBudget(0.0), "limit=0"),
         (lambda: SequenceBudget(math.inf), "limit=inf"),
         (lambda: SequenceBudget(1.0, -0.1), "kl_bound=-0.1"),

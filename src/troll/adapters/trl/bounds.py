@@ -26,7 +26,11 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "network": ("bound_target",),
     "sequence": ("sequence_kl_bound",),
 }
-_MAY: dict[str, tuple[str, ...]] = {"schedule": ("bound_curve",), "sequence": ("sequence_by_prefix",)}
+_MAY: dict[str, tuple[str, ...]] = {
+    "schedule": ("bound_curve",),
+    "entropy": ("bound_highest",),
+    "sequence": ("sequence_by_prefix",),
+}
 _SUCH_AS = {"bound_end": 0.01, "bound_rollouts": 50, "bound_target": 0.03, "sequence_kl_bound": 2.0}
 
 
@@ -57,6 +61,10 @@ class BoundSettings:
     bound_curve: Curve = field(
         default="geometric",
         metadata={"help": "With bound 'schedule': the same factor from rollout to rollout, or the same difference."},
+    )
+    bound_highest: float | None = field(
+        default=None,
+        metadata={"help": "With bound 'entropy': most that the bound of a token may be. Unset: there is no limit."},
     )
     sequence_kl_bound: float | None = field(
         default=None,
@@ -95,7 +103,7 @@ def make_bound(args: Any) -> Bound:
         "schedule": lambda: Schedule(args.kl_bound, args.bound_end, args.bound_rollouts, args.bound_curve),
         "projected": lambda: HoldProjected(args.kl_bound, args.bound_target),
         "network": lambda: HoldNetworkKL(args.kl_bound, args.bound_target),
-        "entropy": lambda: EntropyBound(args.kl_bound),
+        "entropy": lambda: EntropyBound(args.kl_bound, highest=args.bound_highest),
         "sequence": lambda: SequenceBudget(
             args.sequence_kl_bound, args.kl_bound, args.max_completion_length if args.sequence_by_prefix else None
         ),

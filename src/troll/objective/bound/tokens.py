@@ -27,16 +27,24 @@ class EntropyBound(Bound):
         ε_t = ε · (σ + (1 − σ) H_t / H̄),   H̄ the mean of H_t over the counted tokens, σ = ``share``
 
     with H_t the entropy of the old policy over its kept tokens and one outcome for the rest, a lower bound. The mean of
-    ε_t over the counted tokens is ε = ``kl_bound``, and no ε_t is below σ ε. σ = 1 is a fixed bound.
+    ε_t over the counted tokens is ε = ``kl_bound``, and no ε_t is below σ ε. σ = 1 is a fixed bound. With ``highest``
+    no ε_t is above it, and where it acts the mean is below ε.
     """
 
     kl_bound: float
     share: float = 0.25
+    highest: float | None = None
 
     def __post_init__(self) -> None:
         check_positive(kl_bound=self.kl_bound)
         if not 0 <= self.share <= 1:
             raise InputError(f"share={self.share}", "a number from 0 to 1", "share=0.25, the default")
+        if self.highest is not None and not self.highest >= self.kl_bound:
+            raise InputError(
+                f"highest={self.highest} with kl_bound={self.kl_bound}",
+                "a cap that is not below the mean",
+                f"highest={10 * self.kl_bound:g}, or leaving it out",
+            )
         self.now = self.kl_bound
 
     def of_token(self, old: SparsePolicy) -> Tensor:
@@ -51,7 +59,8 @@ class EntropyBound(Bound):
         H = self.of_token(old)
         mean = mean_over(H, counted) if mean is None else mean.to(H)
         relative = torch.where(counted & (mean > 0), H / mean.clamp(min=torch.finfo(H.dtype).tiny), 1.0)
-        return self.kl_bound * (self.share + (1 - self.share) * relative)
+        bounds = self.kl_bound * (self.share + (1 - self.share) * relative)
+        return bounds if self.highest is None else bounds.clamp(max=self.highest)
 
 
 @dataclass

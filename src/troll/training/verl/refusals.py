@@ -117,9 +117,10 @@ REASONS: dict[tuple[str, ...], str] = {
     ("use_rslora", "use_dora", "lora_modules_to_save", "lora_task_type", "lora_target_parameters"): (
         "verl has rank, alpha and target modules of an adapter, and no more"
     ),
-    ("bound_target", "bound_end", "bound_rollouts", "bound_curve", "sequence_kl_bound", "sequence_by_prefix"): (
-        "with verl the bound is `fixed`"
-    ),
+    (
+        *("bound_target", "bound_end", "bound_rollouts", "bound_curve", "bound_highest"),
+        *("sequence_kl_bound", "sequence_by_prefix"),
+    ): "with verl the bound is `fixed`",
     ("regression_tolerance", "scale_regression"): "with verl the weight of the regression is fixed",
     ("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"): "verl uploads nothing",
     ("log_completions", "num_completions_to_print"): "verl has trainer.rollout_data_dir for this",
