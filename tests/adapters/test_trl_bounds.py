@@ -249,11 +249,13 @@ def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_
 def test_no_completion_exceeds_its_budget(tmp_path: Path, tail: str, by_prefix: bool) -> None:
     run = watched(tmp_path, tail=tail, sequence_by_prefix=by_prefix, **SEQUENCE)
     run.train()
-    largest = 0.0
-    for stats, counted in run.seen:
+    largest, reported = 0.0, per_update(run, "troll/sequence_kl_after/max")
+    for (stats, counted), most in zip(run.seen, reported, strict=True):
         spent = torch.where(counted, stats["kl_after"].double(), 0.0).sum(-1)
         largest = max(largest, spent.max().item())
         assert bool((spent <= 0.12 * (1 + 1e-6)).all())  # as each is stored, in fp32
+        assert most == pytest.approx(spent.max().item(), rel=1e-6)
+        assert most <= 0.12 * (1 + 1e-6)
         assert bool((stats["kl_after"] <= 0.05 * (1 + 1e-6)).all())
         first = stats["kl_bound"][:, 0].double()
         lengths = torch.full_like(first, 8) if by_prefix else counted.sum(-1)
@@ -261,8 +263,9 @@ def test_no_completion_exceeds_its_budget(tmp_path: Path, tail: str, by_prefix: 
         assert first[some].tolist() == pytest.approx((0.12 / lengths).clamp(max=0.05)[some].tolist(), rel=1e-6)
     assert largest > 0.119
     assert len({int(n) for _, counted in run.seen for n in counted.sum(-1)}) > 2
-    before = max(torch.where(c, s["kl_before"], 0.0).sum(-1).max().item() for s, c in run.seen)
-    assert before > 0.5
+    before = [torch.where(c, s["kl_before"], 0.0).sum(-1).max().item() for s, c in run.seen]
+    assert max(before) > 0.5
+    assert per_update(run, "troll/sequence_kl_before/max") == pytest.approx(before, rel=1e-6)
 
 
 # ---------------------------------------------------------------------- what is observed

@@ -371,6 +371,7 @@ def test_over_several_updates_means_are_averaged_and_extremes_are_extremes(
         rule = max if name.endswith("/max") else min if name.endswith("/min") else lambda part: sum(part) / len(part)
         assert logged(together, name) == pytest.approx([rule(part) for part in parts], rel=1e-6, abs=1e-9), name
     assert {"troll/ratio/min", "troll/ratio/max", "troll/kl_before/max", "troll/solver_steps/max"} <= set(names)
+    assert {"troll/sequence_kl_before/max", "troll/sequence_kl_after/max"} <= set(names)
     largest = logged(every, "troll/kl_before/max")[:4]
     assert max(largest) > 1.1 * sum(largest) / 4  # so that the mean in its place would be seen
 

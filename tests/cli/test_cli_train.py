@@ -91,12 +91,12 @@ def test_every_metric_of_every_update_is_there(runs: Runs, region: str) -> None:
     always = {"loss", "grad_norm", "learning_rate", "entropy", "time/forward", "time/backward", "time/optimizer"}
     always |= {"time/other", "seconds", "troll/kept_mass/old", "troll/support_size/proposal"}
     always |= {f"troll/{name}/{of}" for name in ("kl_before", "ratio") for of in ("mean", "p99", "max")}
-    always |= {"troll/ratio/min", "troll/sequence_kl_before"}
+    always |= {"troll/ratio/min", "troll/sequence_kl_before", "troll/sequence_kl_before/max"}
     rollout = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "num_tokens"}
     rollout |= {"time/generate", "time/reward", "time/score"}
     projection = {f"troll/kl_after/{of}" for of in ("mean", "p99", "max")} | {"troll/projected_fraction", "troll/mix"}
     projection |= {"troll/sequence_kl_after", "troll/regression", "troll/solver_steps/mean", "troll/solver_steps/max"}
-    projection |= {"troll/unconverged_tokens"}
+    projection |= {"troll/sequence_kl_after/max", "troll/unconverged_tokens"}
     for line in metrics:
         assert always <= line.keys()
         assert (rollout <= line.keys()) == ((line["step"] - 1) % UPDATES == 0)

@@ -125,7 +125,7 @@ def test_no_sequence_exceeds_its_budget(seed, distance, tail, limit, cap, dtype,
 
 @pytest.mark.parametrize("tail", ["floor", "bucket"])
 def test_the_loss_keeps_the_budget_and_its_gradient_is_finite(tail):
-    """Through ``troll_loss``: of a batch of one sequence, the reported mean over sequences is that of the sequence."""
+    """Through ``troll_loss``: of a batch of one sequence, mean and largest over sequences are those of the sequence."""
     case = make_case(3, B=5, T=12, V=20, distance=1.2, dtype=torch.float32)
     bound = SequenceBudget(0.2)
     for row in range(5):
@@ -141,6 +141,7 @@ def test_the_loss_keeps_the_budget_and_its_gradient_is_finite(tail):
         assert bool(logits.grad.isfinite().all())
         assert metrics["sequence_kl_before"] > 1
         assert 0.19 < float(metrics["sequence_kl_after"]) <= 0.2 * (1 + 1e-6)
+        assert metrics["sequence_kl_after"] == metrics["sequence_kl_after/max"]
 
 
 def test_the_KL_of_whole_sequences_is_bounded_where_bounds_depend_on_prefixes_alone():

@@ -51,6 +51,7 @@ COMMON = {
     "kl_before/p99": KL_0,  # of 0, KL_0, KL_1: rank ⌊0.99 · 2⌋ = 1, counted from zero
     "kl_before/max": KL_1,
     "sequence_kl_before": ((KL_0 + 0) + KL_1) / 2,
+    "sequence_kl_before/max": KL_1,
     "entropy": (entropy(0.4, 0.4, 0.2) + entropy(0.9, 0.1) + entropy(0.75, 0.25)) / 3,
     "kept_mass/proposal": (0.8 + 0.9 + 1) / 3,
     "kept_mass/old": (0.8 + 0.9 + 1) / 3,
@@ -113,6 +114,7 @@ def test_troll_by_hand():
         "kl_after/p99": KL_0,
         "kl_after/max": 0.05,
         "sequence_kl_after": (KL_0 + 0.05) / 2,
+        "sequence_kl_after/max": 0.05,
         "regression": kl([0.75, 0.25], [ROOT, 1 - ROOT]) / 3,
         "mix": (1 + 1 + mix) / 3,
         "unconverged_tokens": 0,
@@ -172,11 +174,14 @@ def test_against_the_reference(tail):
     case = make_case(distance=0.8)
     _, _, metrics = evaluate(troll_loss, case, tail=tail)
     before, after, mixes, pulls, ratios = [], [], [], [], []
+    whole = {"before": [0.0] * 3, "after": [0.0] * 3}
     for i, t in case.mask.nonzero().tolist():
         p, q = softmax(case.logits[i, t].tolist()), softmax(case.old_logits[i, t].tolist())
         pi, eta = project_one(p, q, 0.05)
         before.append(kl(p, q))
         after.append(kl(pi, q))
+        whole["before"][i] += before[-1]
+        whole["after"][i] += after[-1]
         mixes.append(1 / (1 + eta))
         pulls.append(kl(p, pi))
         ratios.append(pi[int(case.sampled[i, t])] / q[int(case.sampled[i, t])])
@@ -188,6 +193,8 @@ def test_against_the_reference(tail):
         "kl_after/max": max(after),
         "sequence_kl_before": sum(before) / 3,
         "sequence_kl_after": sum(after) / 3,
+        "sequence_kl_before/max": max(whole["before"]),
+        "sequence_kl_after/max": max(whole["after"]),
         "mix": sum(mixes) / n,
         "regression": sum(pulls) / n,
         "ratio/mean": sum(ratios) / n,
@@ -301,6 +308,9 @@ def test_relations_between_metrics(seed, distance, bound, tail, K):
     for name in ("kl_before", "kl_after", "ratio"):
         assert 0 <= m[f"{name}/p99"] <= m[f"{name}/max"]
         assert m[f"{name}/mean"] <= m[f"{name}/max"] * (1 + 1e-6)
+    for name in ("before", "after"):
+        assert m[f"kl_{name}/max"] <= m[f"sequence_kl_{name}/max"] * (1 + 1e-6)
+        assert m[f"sequence_kl_{name}"] <= m[f"sequence_kl_{name}/max"] * (1 + 1e-6)
     assert m["kl_after/mean"] <= m["kl_before/mean"] * (1 + 1e-6)
     assert m["ratio/min"] <= m["ratio/mean"] * (1 + 1e-6)
     assert 0 <= m["projected_fraction"] <= 1

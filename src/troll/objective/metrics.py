@@ -43,9 +43,10 @@ def high(x: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(n > 0, p99, 0.0), torch.where(n > 0, ordered[..., -1], 0.0)
 
 
-def sequence_mean(kl: Tensor, counted: Tensor) -> Tensor:
-    """Sequence KL, averaged over the sequences that have a counted token."""
-    return sequence_kl(kl, counted).sum() / counted.any(-1).sum().clamp(min=1)
+def of_sequences(name: str, kl: Tensor, counted: Tensor) -> Metrics:
+    """Mean and maximum of the sequence KL over the sequences that have a counted token, 0 if there are none."""
+    total, some = sequence_kl(kl, counted), counted.any(-1)
+    return {name: mean(total, some), f"{name}/max": largest(total, some)}
 
 
 @torch.no_grad()
@@ -103,11 +104,11 @@ def summarise(stats: TokenStats, counted: Tensor) -> Metrics:
     metrics |= {f"{name}/max": x for name, x in zip(names, maxima.unbind(), strict=True)}
     metrics |= {f"{name}/mean" if name in names else name: x for name, x in means.items()}
     metrics["ratio/min"] = -largest(-stats["ratio"], counted)
-    metrics["sequence_kl_before"] = sequence_mean(stats["kl_before"], counted)
+    metrics |= of_sequences("sequence_kl_before", stats["kl_before"], counted)
     if "projected" in stats:
         active = counted & (stats["projected"] > 0)
         metrics["projected_fraction"] = metrics.pop("projected")
-        metrics["sequence_kl_after"] = sequence_mean(stats["kl_after"], counted)
+        metrics |= of_sequences("sequence_kl_after", stats["kl_after"], counted)
         metrics["solver_steps/mean"] = mean(stats["solver_steps"], active)
         metrics["solver_steps/max"] = largest(stats["solver_steps"], active)
         metrics["unconverged_tokens"] = (counted & (stats["unconverged"] > 0)).sum()

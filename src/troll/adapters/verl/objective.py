@@ -195,9 +195,9 @@ def _metrics(model_output: dict[str, Tensor], data: Any) -> dict[str, Metric]:
     share = data["dp_size"] / max(data["batch_num_tokens"], 1)
     means = {name: torch.where(counted, x, 0.0).sum() * share for name, x in stats.items() if name != "solver_steps"}
     sequences = data["dp_size"] / data["global_batch_size"]
-    for when in ("before", "after"):
-        means[f"sequence_kl_{when}"] = sequence_kl(stats[f"kl_{when}"], counted).sum() * sequences
-    extremes = {
+    totals = {f"sequence_kl_{when}": sequence_kl(stats[f"kl_{when}"], counted) for when in ("before", "after")}
+    means |= {name: total.sum() * sequences for name, total in totals.items()}
+    extremes = {f"{name}/max": total.max() for name, total in totals.items()} | {
         f"{name}/{which}": getattr(torch.where(counted, stats[name], 1.0 if name == "ratio" else 0.0), which)()
         for name, both in _EXTREMES.items()
         for which in both
