@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 measured clip": {"bf16": True, "trust_region": "clip", "measure_kl": True},
     "bf16, outputs rounded": {"bf16": True},
     "network bound": {"bound": "network", "bound_target": 0.15, "regression_tolerance": 0.6},
+    "projected bound": {"bound": "projected", "bound_target": 0.4},
     "entropy bound": {"bound": "entropy"},
     "sequence bound": {"bound": "sequence", "sequence_kl_bound": 0.1},
     "scaled pull": {"scale_regression": True, "advantage_estimator": "rloo", "learning_rate": 0.3},

@@ -24,7 +24,15 @@ pytestmark = pytest.mark.slow
 Outcome = dict[str, Any]
 ESTIMATORS = ["dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 BF16 = ["bf16", "bf16 measured clip"]
-BOUNDS = ["network bound", "entropy bound", "sequence bound"]
+CONTROLLED = {  # what moves, and where it starts
+    "network bound": {"troll/kl_bound": 0.05, "troll/regression_coef": 1.0},
+    "projected bound": {"troll/kl_bound": 0.05},
+}
+SUMS = {  # of at most eight tokens: the mean over completions, or the largest
+    "entropy bound": ("troll/sequence_kl_after", 8 * 0.05),
+    "sequence bound": ("troll/sequence_kl_after/max", 0.1),
+}
+BOUNDS = [*CONTROLLED, *SUMS]
 CASES = {
     "ddp": [
         *("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "floor"),
@@ -66,11 +74,11 @@ class Launch:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[Outcome]]:
     """Strategy and case → what they come to on two processes."""
-    extra = {"ddp": ["resumed", "scaled pull", *BOUNDS], "fsdp": [*BF16, "bf16, outputs rounded", "resumed"]}
+    extra = {"ddp": ["resumed", "scaled pull"], "fsdp": [*BF16, "bf16, outputs rounded", "resumed"]}
 
     @functools.cache
     def launch(strategy: str) -> Launch:
-        return Launch(tmp_path_factory.mktemp(strategy), strategy, CASES[strategy] + extra[strategy])
+        return Launch(tmp_path_factory.mktemp(strategy), strategy, CASES[strategy] + BOUNDS + extra[strategy])
 
     return lambda strategy, case: launch(strategy)(case)
 
@@ -111,22 +119,24 @@ def test_two_processes_come_to_the_weights_of_one(two: Any, one: Any, strategy: 
 
 
 @pytest.mark.parametrize("case", BOUNDS)
-def test_two_processes_have_the_bounds_of_one(two: Any, one: Any, case: str) -> None:
-    alone, (first, second) = one(case), two("ddp", case)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_have_the_bounds_of_one(two: Any, one: Any, strategy: str, case: str) -> None:
+    alone, (first, second) = one(case), two(strategy, case)
+    assert first["sharded"] == (list(first["weights"]) if strategy == "fsdp" else [])
     assert updates(first) == updates(second)
     assert furthest(first["weights"], second["weights"]) == 0
     assert furthest(alone["weights"], first["weights"]) < 1e-5  # as above
     assert of(first, "troll/kl_bound") == pytest.approx(of(alone, "troll/kl_bound"), rel=1e-4)
     assert max(of(first, "troll/projected_fraction")) > 0.1
-    if case == "network bound":
-        for name, start in (("troll/kl_bound", 0.05), ("troll/regression_coef", 1.0)):
-            assert of(first, name)[:4] == [start] * 4
-            assert of(first, name)[4] == of(first, name)[5]
-            assert 1 / 1.4 < of(first, name)[5] / start < 1.4  # within a step, or any measurement would do
-            assert abs(of(first, name)[5] / start - 1) > 0.1
-            assert of(first, name) == pytest.approx(of(alone, name), rel=1e-4)
-    else:
-        assert max(of(first, "troll/sequence_kl_after")) <= (0.1 if case == "sequence bound" else 0.4) * (1 + 1e-5)
+    for name, start in CONTROLLED.get(case, {}).items():
+        assert of(first, name)[:4] == [start] * 4
+        assert of(first, name)[4] == of(first, name)[5]
+        assert 1 / 1.4 < of(first, name)[5] / start < 1.4  # within a step, or any measurement would do
+        assert abs(of(first, name)[5] / start - 1) > 0.1
+        assert of(first, name) == pytest.approx(of(alone, name), rel=1e-4)
+    if case in SUMS:
+        name, most = SUMS[case]
+        assert max(of(first, name)) <= most * (1 + 1e-5)
 
 
 def test_two_processes_scale_the_pull_by_the_advantages_of_both(two: Any, one: Any) -> None:
