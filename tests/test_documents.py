@@ -260,7 +260,7 @@ def test_the_rules_on_the_page() -> None:
         "flat": (learning.FLAT_ROLLOUTS, learning.RISEN),
         "cut_completions": (upkeep.CUT, upkeep.ROLLOUTS),
         "sampler_mismatch": (upkeep.MISMATCH, upkeep.ROLLOUTS),
-        "projected": (region.PROJECTED, region.ROLLOUTS, region.USUAL_BOUND),
+        "projected": (region.PROJECTED, region.ROLLOUTS, region.WIDE_BOUND),
         "far_outside": (region.FAR, region.FAR_NATS, region.ROLLOUTS),
         "entropy_collapse": (learning.ENTROPY_LEFT, reward.SMOOTH),
         "regression_outweighs": (region.OUTWEIGHS, region.WEAK, region.ROLLOUTS),

@@ -57,9 +57,11 @@ SPOKEN = [
     Case("one_update", made(settings={"updates_per_generation": 1}), 1, 1, "each rollout serves one update",
          ["--updates_per_generation 8"]),
     Case("projected", made(troll__projected_fraction=[0.4, 0.05, 0.11, 0.12, 0.13] + [0.02] * 15), 9, 20,
-         "12\xa0% of the tokens were projected, over 3 rollouts", [SLOW, HALF], until=20),
-    Case("projected", made(troll__projected_fraction=0.2, settings={"kl_bound": 0.01}), 1, 12,
-         "20\xa0% of the tokens were projected, over 3 rollouts", ["--kl_bound 0.05", SLOW, HALF]),
+         "12\xa0% of the tokens were projected, over 3 rollouts", ["--kl_bound 0.2", SLOW, HALF], until=20),
+    Case("projected", made(troll__projected_fraction=0.2, settings={"kl_bound": 0.19}), 1, 12,
+         "20\xa0% of the tokens were projected, over 3 rollouts", ["--kl_bound 0.2", SLOW, HALF]),
+    Case("projected", made(troll__projected_fraction=0.2, settings={"kl_bound": 0.2}), 1, 12,
+         "20\xa0% of the tokens were projected, over 3 rollouts", [SLOW, HALF]),
     Case("idle", made(troll__projected_fraction=0.0, troll__kl_before__max=0.02), 1, 20,
          "no token was projected in 20 rollouts; the largest token KL was 0.02, the bound is 0.05",
          ["--learning_rate 3e-05"], "note"),
@@ -251,8 +253,8 @@ def test_one_line_says_it_all() -> None:
     assert found is not None
     assert found.line() == (
         "Warning (updates 9 to 20): 12\xa0% of the tokens were projected, over 3 rollouts. Updates go further than the "
-        "region, and much of each is taken back. Try --learning_rate 5e-06 (updates that stay inside the region by "
-        "themselves lose nothing)."
+        "region, and much of each is taken back. Try --kl_bound 0.2 (a narrow bound sets the pace, and this one learnt "
+        "more in our runs)."
     )
     unscored = speaks(made(troll__unscored_completions=1.0), "unscored")
     assert unscored is not None
@@ -280,7 +282,8 @@ def test_changes_come_once_and_the_gravest_first() -> None:
     names = [x.name for x in find(history)]
     assert names == ["unscored", "reward_collapse", "cut_completions", "projected", "far_outside"]
     assert [x.flags.split(" ")[0] for x in changes(find(history))] == [
-        *("", "--learning_rate", "--regression_coef", "--max_completion_length", "--updates_per_generation")
+        *("", "--learning_rate", "--regression_coef", "--max_completion_length", "--kl_bound"),
+        "--updates_per_generation",
     ]
     assert Change(SLOWEST, "the commonest cause") in changes(find(history))
 
