@@ -94,7 +94,7 @@ MUTATIONS = [
     Mutation("TRL's clip left on", "adapters/trl/trainer.py", "self.epsilon_low = self.epsilon_high = math.inf", "pass"),
     Mutation("rollout forgotten on resume", "adapters/trl/resume.py", "self._buffered_inputs = rollout.load(path, self.accelerator.device)", "pass"),
     Mutation("a rule that looks ahead", "explain/finding.py", "said=history.ends(i)", "said=history.ends(j)"),
-    Mutation("noise taken for a fall", "explain/learning.py", "FALLEN * noise(history)) & (best > base)", "0 * noise(history)) & (best > base)"),
+    Mutation("noise taken for a fall", "explain/learning.py", "steps * noise(history)) & (best > base)", "0 * noise(history)) & (best > base)"),
     Mutation("entropy of a solved task", "explain/learning.py", "& stalled(history) & ~near_top(history)", "& stalled(history)"),
     Mutation("one rollout enough for a warning", "explain/history.py", "np.min) == 1.0", "np.max) == 1.0"),
     Mutation("a warning every time", "explain/rules.py", "self._known.add(finding.name)", "pass"),

@@ -255,7 +255,10 @@ def test_the_rules_on_the_page() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|", EXPLAIN, flags=re.MULTILINE))
     assert [{name} for name in rows] == names
     for name, thresholds in {
-        "reward_collapse": (learning.COLLAPSED_ROLLOUTS, learning.COLLAPSED, learning.FALLEN),
+        "reward_collapse": (
+            *(learning.COLLAPSED_ROLLOUTS, learning.COLLAPSED, learning.FALLEN),
+            *(learning.SUDDEN_ROLLOUTS, learning.SUDDEN),
+        ),
         "no_signal": (learning.SAME_REWARD, reward.SMOOTH),
         "flat": (learning.FLAT_ROLLOUTS, learning.RISEN),
         "cut_completions": (upkeep.CUT, upkeep.ROLLOUTS),

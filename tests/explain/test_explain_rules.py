@@ -90,11 +90,16 @@ SPOKEN = [
     Case("lost_mass", made(troll__lost_mass=[0.0, 0.02] + [0.0] * 18), 5, 8,
          "2.0\xa0% of the proposal's probability is on tokens that the old policy excludes",
          ["--top_k 0 --top_p 1.0"], until=8),
-    # Means of five: 0.9 at most, 0.44 after three low rollouts. By then eleven steps have 1.6, and three of them 0.436.
-    Case("reward_collapse", made(SUNK), 29, 48, "the reward fell from 0.900 to 0.120, each over 5 rollouts",
+    # Means of five: 0.9 at most. Two low rollouts: ten steps have 1.6, and four of them 0.64, while 0.7 is lost.
+    Case("reward_collapse", made(SUNK), 37, 44, "the reward fell from 0.900 to 0.120, each over 5 rollouts",
          [SLOWEST, "--regression_coef 2"]),
-    Case("reward_collapse", made(SUNK, settings=OFF), 29, 48,
+    Case("reward_collapse", made(SUNK, settings=OFF), 37, 44,
          "the reward fell from 0.900 to 0.120, each over 5 rollouts", [SLOWEST, "--trust_region troll"]),
+    Case("reward_collapse", made(SUNK[:11]), 37, 44, "the reward fell from 0.900 to at most 0.200 on 2 rollouts",
+         [SLOWEST, "--regression_coef 2"]),
+    # One of two rollouts has lost no more than 0.5; the mean of five 0.62: 13 steps have 2.5, three of them 0.577.
+    Case("reward_collapse", made([*PEAK, 0.4, 0.1, 0.4, 0.1, 0.4]), 37, 56,
+         "the reward fell from 0.900 to 0.280, each over 5 rollouts", [SLOWEST, "--regression_coef 2"]),
     Case("entropy_collapse", made([0.1, 0.3, 0.5] + [0.5] * 9, entropy=ENTROPY), 29, 40,
          "entropy fell from 1 to 0.05, and the reward rests at 0.500", [SLOWEST, "--entropy_coef 0.01", "--beta 0.01"]),
     Case("no_signal", made([0.0] * 4, frac_reward_zero_std=0.95), 1, 12,
@@ -174,6 +179,8 @@ SILENT = {
     "lost_mass": [made(troll__lost_mass=0.0)],
     "reward_collapse": [
         made([*PEAK, 0.2, 0.9, 0.9, 0.9, 0.9]),
+        made([*PEAK, 0.9, 0.1]),  # one rollout at the end is noise
+        made([*PEAK, 0.4, 0.4]),  # within four steps of 0.13
         made([*PEAK, 0.6, 0.6, 0.6, 0.6, 0.6]),
         made([0.5, 0.1] * 10),  # nothing but noise
         made([x - 1 for x in RISING]),

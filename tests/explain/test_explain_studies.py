@@ -114,6 +114,21 @@ def test_a_fall_is_seen_before_it_ends() -> None:
     assert found.until is None
 
 
+def test_a_fall_on_the_last_two_rollouts_is_seen() -> None:
+    """clip at 3e-5, seed 1, ends with 0.95, 0.84, 0.09, 0.20: the mean of five has lost a third."""
+    (history,) = [history for run, history in GROUPS["regions clip 3e-5"] if run["place"]["seed"] == "1"]
+    found = learning.reward_collapse(history)
+    assert found is not None
+    assert found.seen == "the reward fell from 0.881 to at most 0.203 on 2 rollouts"
+    assert (found.since, found.said, found.until) == (history.begins(18), history.ends(19), None)
+
+
+def test_no_fall_is_seen_in_a_run_that_ended_well() -> None:
+    well = [history for all_of in GROUPS.values() for run, history in all_of if end(run) > 0.5]
+    assert len(well) > 100
+    assert not any(map(learning.reward_collapse, well))
+
+
 def test_nothing_is_said_in_every_kind_of_run() -> None:
     """A rule that always speaks says nothing."""
     count = Counter(name for group in GROUPS for names in told(group) for name in names)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from troll.explain.finding import NOTE, Change, Finding, found, larger_groups, scaled, slower
-from troll.explain.history import History, Mask, highest, throughout, trailing
+from troll.explain.history import Array, History, Mask, highest, throughout, trailing
 from troll.explain.reward import SMOOTH, held_out, held_out_rise, near_top, noise, smoothed, stalled
 from troll.runs.words import percent, plural, score
 
@@ -18,6 +18,9 @@ FALLEN, RISEN = 3.0, 1.5
 """Steps of the reward, of mean size, that a fall or a rise must exceed to be no noise. Such a step is 1.13 standard
 deviations of pure noise, which falls by two from the highest to the lowest mean of five in 100 rollouts, and rises by
 one from its first rollout to its highest mean of three."""
+SUDDEN, SUDDEN_ROLLOUTS = 4.0, 2
+"""The same for a fall that the mean of five does not see yet: so many steps, on each of the last rollouts. In pure
+noise, to be four steps below the highest mean twice in a row is as rare as three are for the mean of five."""
 ENTROPY_LEFT = 0.1
 """Of the first rollout's. Good runs get below it as well, by reward near the top: the reward decides."""
 SAME_REWARD = 0.9
@@ -29,15 +32,28 @@ HELD_OUT, HELD_OUT_TIMES = 0.75, 2
 
 
 def reward_collapse(history: History) -> Finding | None:
-    """Mean reward of ``COLLAPSED_ROLLOUTS`` down by ``COLLAPSED`` of its highest, beyond the noise.
+    """Mean reward of ``COLLAPSED_ROLLOUTS`` down by ``COLLAPSED`` of its highest, beyond the noise; or each of the last
+    ``SUDDEN_ROLLOUTS`` rewards, so that a fall at the end of a run is seen.
 
     Measured from 0 where no reward was negative, else from the first rollouts.
     """
-    now = trailing(history.reward, COLLAPSED_ROLLOUTS)
+    now, last = trailing(history.reward, COLLAPSED_ROLLOUTS), trailing(history.reward, SUDDEN_ROLLOUTS, np.max)
     best = highest(now)
     start = now[np.isfinite(now)][:1]
     base = np.where(highest(-history.reward) <= 0, 0.0, start[0] if start.size else math.nan)
-    fallen = (best - now > COLLAPSED * (best - base)) & (best - now > FALLEN * noise(history)) & (best > base)
+
+    def fallen(to: Array, steps: float) -> Mask:
+        return (best - to > COLLAPSED * (best - base)) & (best - to > steps * noise(history)) & (best > base)
+
+    slowly, suddenly = fallen(now, FALLEN), fallen(last, SUDDEN)
+    holds = slowly | suddenly
+
+    def seen(i: int) -> str:
+        text = f"the reward fell from {score(best[i])} to"
+        if slowly[i]:
+            return f"{text} {score(now[i])}, each over {COLLAPSED_ROLLOUTS} rollouts"
+        return f"{text} at most {score(last[i])} on {SUDDEN_ROLLOUTS} rollouts"
+
     changes: list[Change | None] = [slower(history, "the commonest cause", 1 / 3)]
     if history.region != "troll":
         changes.append(Change("--trust_region troll", "bounds how far an update goes, which this run did not"))
@@ -48,11 +64,11 @@ def reward_collapse(history: History) -> Finding | None:
     return found(
         history,
         "reward_collapse",
-        fallen,
-        lambda i: f"the reward fell from {score(best[i])} to {score(now[i])}, each over {COLLAPSED_ROLLOUTS} rollouts",
+        holds,
+        seen,
         "The policy has lost what it had learnt",
         changes,
-        COLLAPSED_ROLLOUTS,
+        SUDDEN_ROLLOUTS if suddenly[holds][:1].any() else COLLAPSED_ROLLOUTS,
     )
 
 
