@@ -22,7 +22,7 @@ import tables
 import whole
 from matplotlib.figure import Figure
 from results import RESULTS, read
-from scores import Finalist, at, axis_of, finalists, labels, strata
+from scores import Finalist, Measure, at, axis_of, end, finalists, labels, mean, strata
 
 from troll.report.data import Missing
 from troll.report.style import save, style
@@ -32,6 +32,10 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "does-it-help.md"
 FRESH = {"regions": "final", "stories": "stories-final"}
 """Study → the one with fresh seeds, by which it is judged."""
+CHOSEN_BY = {"stories": mean}
+"""Study → the measure that chooses the rates, where it is not `end`: in the stories every arm ends at the top."""
+ALSO = {"bounds": ("changes", {"bound 1": "fixed at 1"})}
+"""Study → another one, and which of its changes belong here too, under another name: all else is equal in both."""
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
 
 
@@ -40,8 +44,19 @@ class Stored:
     """The results of a study, and those with fresh seeds, if there are any."""
 
     lines: list[Line]
-    fresh: list[Line]
-    fresh_study: str
+    fresh: list[Line] = field(default_factory=list)
+    fresh_study: str = ""
+    chosen_by: Measure = end
+
+    @classmethod
+    def read(cls, results: Path, study: str) -> Stored:
+        """From the files of a folder."""
+        lines = read(results, study)
+        if lines and study in ALSO:
+            other, names = ALSO[study]
+            lines += [named(line, names[x]) for line in read(results, other) if (x := line["place"]["change"]) in names]
+        fresh = FRESH.get(study, "")
+        return cls(lines, read(results, fresh) if fresh else [], fresh, CHOSEN_BY.get(study, end))
 
     @property
     def arms(self) -> str:
@@ -57,7 +72,7 @@ class Stored:
     def base(self) -> str:
         """What the others are compared with."""
         found = labels(self.lines, self.arms)
-        return next((name for name in ("base", "clip") if name in found), found[0])
+        return next((name for name in ("fixed at 1", "base", "clip") if name in found), found[0])
 
     def tasks(self, *used: str | None) -> dict[str, list[Line]]:
         """The lines by what is neither an arm nor swept nor used otherwise: most often the task."""
@@ -67,7 +82,7 @@ class Stored:
         """Task → arm → its best."""
         fresh = strata(self.fresh, self.arms, self.sweep)
         return {
-            task: finalists(lines, self.arms, self.sweep, fresh.get(task, []))
+            task: finalists(lines, self.arms, self.sweep, fresh.get(task, []), self.chosen_by)
             for task, lines in self.tasks(self.sweep).items()
         }
 
@@ -78,6 +93,11 @@ class Stored:
     def cells(self, *axes: str) -> dict[str, dict[str, list[Line]]]:
         """Task → the labels on these axes, as one → runs."""
         return {task: strata_by(lines, *axes) for task, lines in strata(self.lines, *axes).items()}
+
+
+def named(line: Line, change: str) -> Line:
+    """A result with another label."""
+    return {**line, "place": {**line["place"], "change": change}}
 
 
 def strata_by(lines: Sequence[Line], *axes: str) -> dict[str, list[Line]]:
@@ -98,14 +118,23 @@ def sweep_tables(stored: Stored) -> str | None:
     sweep = stored.sweep
     if sweep is None:
         return None
-    return tables.joined({task: tables.sweep_table(x, stored.arms, sweep) for task, x in stored.tasks(sweep).items()})
+    tasks = stored.tasks(sweep).items()
+    return tables.joined({task: tables.sweep_table(x, stored.arms, sweep, stored.chosen_by) for task, x in tasks})
 
 
 def best_tables(stored: Stored) -> str:
     """Best against best; over all tasks too, where there are several."""
     found = stored.finalists()
-    each = {task: tables.best_table(x, stored.base, stored.sweep, stored.fresh_study) for task, x in found.items()}
+    told = stored.base, stored.sweep, stored.fresh_study, stored.chosen_by
+    each = {task: tables.best_table(x, *told) for task, x in found.items()}
     return tables.joined(each) + _overall(list(stored.at_best().values()), stored.base)
+
+
+def pairs_tables(stored: Stored) -> str | None:
+    """Ours against all others, each at its best."""
+    found = {task: tables.pairs_table(x) for task, x in stored.finalists().items()}
+    there = {task: x for task, x in found.items() if x is not None}
+    return tables.joined(there) if there else None
 
 
 def updates_tables(stored: Stored) -> str:
@@ -156,7 +185,9 @@ def _overall(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> str:
 def rates_figure(stored: Stored) -> Figure | None:
     """Every arm over the rates."""
     sweep = stored.sweep
-    return None if sweep is None else figures.score_over_rates(stored.tasks(sweep), sweep, stored.arms)
+    if sweep is None:
+        return None
+    return figures.score_over_rates(stored.tasks(sweep), sweep, stored.arms, stored.chosen_by)
 
 
 def updates_figure(stored: Stored) -> Figure:
@@ -193,7 +224,13 @@ class Entry:
 
 
 _REGIONS = Entry(
-    {"sweep": sweep_tables, "best": best_tables, "network": network_tables, "network-rates": network_rates_tables},
+    {
+        "sweep": sweep_tables,
+        "best": best_tables,
+        "pairs": pairs_tables,
+        "network": network_tables,
+        "network-rates": network_rates_tables,
+    },
     {"rates": rates_figure, "curves": curves_figure, "network": network_figure, "solver": solver_figure},
 )
 REGISTRY = {
@@ -212,8 +249,7 @@ def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
     """All tables and all figures, by name."""
     texts, images = whole.written(results), {}
     for study, entry in REGISTRY.items():
-        other = FRESH.get(study, "")
-        stored = Stored(read(results, study), read(results, other) if other else [], other)
+        stored = Stored.read(results, study)
         if not stored.lines:
             continue
         for name, write in entry.tables.items():

@@ -15,7 +15,22 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
-from scores import FEWEST, at, by_seed, difference, end, labels, over_seeds, planned, rewards, setting, smoothed, spread
+from scores import (
+    FEWEST,
+    Measure,
+    at,
+    by_seed,
+    difference,
+    end,
+    labels,
+    mean,
+    over_seeds,
+    planned,
+    rewards,
+    setting,
+    smoothed,
+    spread,
+)
 
 from troll.report.data import Array, Missing
 from troll.report.style import DASHES, End, Size, colour, label_ends, log_axis, mark_level, panels, tick
@@ -27,6 +42,7 @@ Groups = Mapping[str, Sequence[Line]]
 SIZE = Size(760, 290, 12)
 KL_BOUND = 0.05
 """Of a run that was told no other."""
+_SAID = {end: "reward at the end", mean: "reward over the whole run"}
 _SPARE = ("custom", "before", "time-generate", "time-optimizer", "time-evaluate", "time-reward", "time-backward")
 
 
@@ -36,40 +52,38 @@ def colours(arms: Sequence[str]) -> dict[str, str]:
     return {arm: arm if arm in ARMS else _SPARE[others.index(arm) % len(_SPARE)] for arm in arms}
 
 
-def score_over_rates(tasks: Groups, sweep: str, arms: str) -> Figure:
-    """Reward at the end over what was swept, per arm."""
-    return _over(tasks, sweep, arms, "learning rate")
+def score_over_rates(tasks: Groups, sweep: str, arms: str, measure: Measure = end) -> Figure:
+    """Reward over what was swept, per arm."""
+    return _over(tasks, sweep, arms, "learning rate", measure)
 
 
 def over_updates(tasks: Groups, axis: str, arms: str) -> Figure:
     """Reward at the end over the number of updates per rollout, per arm."""
-    return _over(tasks, axis, arms, "updates per rollout")
+    return _over(tasks, axis, arms, "updates per rollout", end)
 
 
-def _over(tasks: Groups, axis: str, arms: str, xlabel: str) -> Figure:
-    figure, axes = _panels([_title(task, "reward at the end") for task in tasks], _all_labels(tasks, arms), xlabel)
+def _over(tasks: Groups, axis: str, arms: str, xlabel: str, measure: Measure) -> Figure:
+    figure, axes = _panels([_title(task, _SAID[measure]) for task in tasks], _all_labels(tasks, arms), xlabel)
     for ax, lines in zip(axes, tasks.values(), strict=True):
         values, names = labels(lines, axis), labels(lines, arms)
         shades, ends = colours(names), []
         for i, arm in enumerate(names):
             shift = 0.06 * (i - (len(names) - 1) / 2)
             cells = {x + shift: at(lines, **{arms: arm, axis: value}) for x, value in enumerate(values)}
-            means = {x: found for x, cell in cells.items() if cell and (found := over_seeds(cell, end))}
+            means = {x: found for x, cell in cells.items() if cell and (found := over_seeds(cell, measure))}
             shade = colour(shades[arm])
             for x, found in means.items():
-                dots = list(by_seed(cells[x], end).values())
+                dots = list(by_seed(cells[x], measure).values())
                 ax.plot([x] * len(dots), dots, "o", color=shade, markersize=3, alpha=0.5, markeredgewidth=0)
                 if found.low is not None and found.high is not None:
                     ax.plot([x, x], [found.low, found.high], color=shade, linewidth=1.1)
             level = [found.mean for found in means.values()]
-            ax.plot(
-                list(means), level, color=shade, linestyle=DASHES.get(arm, "-"), linewidth=2, marker="o", markersize=5
-            )
+            ax.plot(list(means), level, color=shade, linestyle=_dashes(arm), linewidth=2, marker="o", markersize=5)
             ends.append(End(level[-1], arm, shades[arm]))
         ax.xaxis.set_major_locator(FixedLocator(list(range(len(values)))))
         ax.set_xticklabels(values)
         ax.set_xlim(-0.4, len(values) - 0.6)
-        _within_reason(ax, [end(line) for line in lines])
+        _within_reason(ax, [measure(line) or 0.0 for line in lines])
         label_ends(ax, SIZE, ends)
     return figure
 
@@ -79,6 +93,7 @@ def curves(tasks: Mapping[str, Groups]) -> Figure:
     figure, axes = _panels([_title(task, "sampled reward") for task in tasks], _names(tasks.values()), "rollout")
     for ax, groups in zip(axes, tasks.values(), strict=True):
         shades, ends, seen = colours(list(groups)), [], []
+        alpha = 0.13 if len(groups) <= len(ARMS) else 0.06
         for arm, lines in groups.items():
             if not lines:
                 continue
@@ -88,7 +103,7 @@ def curves(tasks: Mapping[str, Groups]) -> Figure:
             level = np.array([each.mean for each in found])
             if len(lines) >= FEWEST:
                 low, high = np.array([(each.low, each.high) for each in found], dtype=np.float64).T
-                ax.fill_between(x, low, high, color=colour(shades[arm]), alpha=0.13, linewidth=0)
+                ax.fill_between(x, low, high, color=colour(shades[arm]), alpha=alpha, linewidth=0)
             _line(ax, x, level, arm, shades[arm])
             ends.append(End(float(level[-1]), arm, shades[arm]))
             seen += [value for curve in many for value in curve]
@@ -98,19 +113,21 @@ def curves(tasks: Mapping[str, Groups]) -> Figure:
 
 
 def changes(tasks: Groups, axis: str, base: str) -> Figure:
-    """Differences to ``base`` in the reward at the end: thin bar Student's interval, thick bar bootstrap.
+    """Differences to ``base`` at the end and over the whole run: thin bar Student's interval, thick bar bootstrap.
 
     Of two seeds, no thin bar: it would be all that is seen.
     """
     rows = max(len(labels(lines, axis)) - 1 for lines in tasks.values())
     wide = max(len(x) for x in _all_labels(tasks, axis))
     size = replace(SIZE, height=(6.0 + 2.0 * rows) * SIZE.font)
-    titles = [_title(task, f"reward at the end, against {base}") for task in tasks]
+    drawn = [(task, measure) for task in tasks for measure in (end, mean)]
+    titles = [_title(task, f"{_SAID[measure]}, against {base}") for task, measure in drawn]
     figure, axes = panels(size, titles, xlabel="", left=1.5 + 0.6 * wide)
-    for ax, lines in zip(axes, tasks.values(), strict=True):
+    for ax, (task, measure) in zip(axes, drawn, strict=True):
+        lines = tasks[task]
         names = [x for x in labels(lines, axis) if x != base]
         for i, name in enumerate(names):
-            gap = difference(at(lines, **{axis: name}), at(lines, **{axis: base}), end)
+            gap = difference(at(lines, **{axis: name}), at(lines, **{axis: base}), measure)
             if gap is None:
                 continue
             shade = colour({"better": "troll", "worse": "clip"}.get(gap.says, "none"))
@@ -203,7 +220,12 @@ def _table(lines: Sequence[Line], key: str) -> Array:
 
 def _line(ax: Axes, x: Array, y: Array, arm: str, name: str, linewidth: float = 2.0) -> None:
     look: dict[str, Any] = {"marker": "o", "markersize": 3.5} if x.size < 4 else {}
-    ax.plot(x, y, color=colour(name), linewidth=linewidth, linestyle=DASHES.get(arm, "-"), **look)
+    ax.plot(x, y, color=colour(name), linewidth=linewidth, linestyle=_dashes(arm), **look)
+
+
+def _dashes(arm: str) -> Any:
+    """Those of the arm, or of the one it varies: ``clip-0.4`` is a clip."""
+    return DASHES.get(arm, DASHES.get(arm.split("-")[0], "-"))
 
 
 def _within_reason(ax: Axes, seen: Sequence[float]) -> None:

@@ -264,12 +264,14 @@ class Finalist:
     """Whether it is judged on other seeds than those."""
 
 
-def best(lines: Sequence[Line], arms: str, sweep: str) -> dict[str, str]:
-    """Arm → the value with the highest ``end`` over the seeds; of equal ones the first."""
-    return {arm: max(cells, key=lambda x: cells[x]) for arm, cells in _levels(lines, arms, sweep).items()}
+def best(lines: Sequence[Line], arms: str, sweep: str, measure: Measure = end) -> dict[str, str]:
+    """Arm → the value with the highest measure, in the mean over the seeds; of equal ones the first."""
+    return {arm: max(cells, key=lambda x: cells[x]) for arm, cells in _levels(lines, arms, sweep, measure).items()}
 
 
-def finalists(lines: Sequence[Line], arms: str, sweep: str | None, fresh: Sequence[Line] = ()) -> dict[str, Finalist]:
+def finalists(
+    lines: Sequence[Line], arms: str, sweep: str | None, fresh: Sequence[Line] = (), measure: Measure = end
+) -> dict[str, Finalist]:
     """Each arm at its best, judged on fresh seeds if there are any at all, else on those it was chosen on.
 
     Where there are fresh runs, an arm that has none at its best value has nothing to be judged by.
@@ -279,7 +281,7 @@ def finalists(lines: Sequence[Line], arms: str, sweep: str | None, fresh: Sequen
     used = set(seeds(lines))
     others = [line for line in fresh if _seed(line) not in used]
     found = {}
-    for arm, value in best(lines, arms, sweep).items():
+    for arm, value in best(lines, arms, sweep, measure).items():
         mine = at(lines, **{arms: arm})
         judged = [line for line in at(others, **{arms: arm}) if _same(_value(line, sweep), value)]
         chosen = at(mine, **{sweep: value})
@@ -295,9 +297,9 @@ class Width:
     of_own: list[str]
 
 
-def widths(lines: Sequence[Line], arms: str, sweep: str) -> dict[str, Width]:
-    """Arm → the values whose ``end`` is at least 90 % of the best."""
-    levels = _levels(lines, arms, sweep)
+def widths(lines: Sequence[Line], arms: str, sweep: str, measure: Measure = end) -> dict[str, Width]:
+    """Arm → the values whose measure is at least 90 % of the best."""
+    levels = _levels(lines, arms, sweep, measure)
     top = max(max(cells.values()) for cells in levels.values())
     return {
         arm: Width(
@@ -314,11 +316,11 @@ def factor(values: Sequence[str]) -> float | None:
     return max(numbers) / min(numbers) if numbers else None
 
 
-def _levels(lines: Sequence[Line], arms: str, sweep: str) -> dict[str, dict[str, float]]:
+def _levels(lines: Sequence[Line], arms: str, sweep: str, measure: Measure) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for arm in labels(lines, arms):
         mine = at(lines, **{arms: arm})
-        cells = {value: by_seed(at(mine, **{sweep: value}), end) for value in labels(mine, sweep)}
+        cells = {value: by_seed(at(mine, **{sweep: value}), measure) for value in labels(mine, sweep)}
         found[arm] = {value: _mean(list(cell.values())) for value, cell in cells.items()}
     return found
 

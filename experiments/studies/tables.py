@@ -38,6 +38,7 @@ from troll.runs.statistics import Interval
 
 NONE = "–"
 _END = "Mean sampled reward over the last quarter of the rollouts (0 for those that a failed run did not make)"
+_WHOLE = "Mean sampled reward over the whole run"
 _RULE = (
     "Differences are paired by seed: Student's 95 % interval, then a bootstrap over seeds, which is too narrow for so "
     "few. A verdict needs both to leave out 0; not corrected for the number of comparisons."
@@ -60,27 +61,30 @@ def joined(found: Mapping[str, Table]) -> str:
     return "\n\n".join([*parts, *[next(iter(found.values())).note] * shared])
 
 
-def sweep_table(lines: Sequence[Line], arms: str, sweep: str) -> Table:
-    """Rows arms, columns the values swept: ``end``, each arm's best in bold, and how many values are good."""
-    values, chosen, good = labels(lines, sweep), best(lines, arms, sweep), widths(lines, arms, sweep)
+def sweep_table(lines: Sequence[Line], arms: str, sweep: str, measure: Measure = end) -> Table:
+    """Rows arms, columns the values swept: each arm's best in bold, and how many values are good."""
+    values = labels(lines, sweep)
+    chosen, good = best(lines, arms, sweep, measure), widths(lines, arms, sweep, measure)
     most = _most(lines, arms, sweep)
     rows = []
     for arm in labels(lines, arms):
         cells = []
         for value in values:
-            text = score(at(lines, **{arms: arm, sweep: value}), end, most)
+            text = score(at(lines, **{arms: arm, sweep: value}), measure, most)
             cells.append(_bold(text) if value == chosen[arm] else text)
         rows.append([arm, *cells, _width(good[arm].of_all), _width(good[arm].of_own)])
     head = [f"{arms} \\ {sweep}", *values, "≥ 90 % of the best", "≥ 90 % of its own best"]
     return table(
         head,
         rows,
-        f"{_END} ± Student's 95 % interval, {_count(most)}. Bold: the best of the row. "
+        f"{_END if measure is end else _WHOLE} ± Student's 95 % interval, {_count(most)}. Bold: the best of the row. "
         "Last columns: how many values come near, and the factor between the largest and the smallest of them.",
     )
 
 
-def best_table(found: Mapping[str, Finalist], base: str, sweep: str | None, study: str = "") -> Table:
+def best_table(
+    found: Mapping[str, Finalist], base: str, sweep: str | None, study: str = "", chosen_by: Measure = end
+) -> Table:
     """Rows arms at their best: what they reached, and the differences to ``base`` in ``end`` and over the whole run."""
     most = max(len(x.lines) for x in found.values())
     rows = []
@@ -94,7 +98,26 @@ def best_table(found: Mapping[str, Finalist], base: str, sweep: str | None, stud
         [*head, f"end, against {base}", f"whole run, against {base}"],
         rows,
         f"{_END}, over the whole run, last held-out reward, and largest fall of the reward from its highest; ± "
-        f"Student's 95 % interval, {_count(most)}. {_told(found, sweep, study)}{_RULE}",
+        f"Student's 95 % interval, {_count(most)}. {_told(found, sweep, study, chosen_by)}{_RULE}",
+    )
+
+
+def pairs_table(found: Mapping[str, Finalist]) -> Table | None:
+    """Rows the arms with our projection, columns all others, each at its best: who is ahead over the whole run."""
+    ours = [arm for arm in found if arm.split("-")[0] == "troll" and found[arm].lines]
+    others = [arm for arm in found if arm.split("-")[0] != "troll" and found[arm].lines]
+    if not ours or len(others) < 2:
+        return None
+    rows = []
+    for arm in ours:
+        gaps = [difference(found[arm].lines, found[other].lines, mean) for other in others]
+        rows.append([arm, *(_briefly(gap) for gap in gaps)])
+    most = max(len(found[arm].lines) for arm in (*ours, *others))
+    return table(
+        ["whole run, row − column", *others],
+        rows,
+        f"{_WHOLE}, differences paired by seed ± Student's 95 % interval, {_count(most)}. Bold: better by this "
+        "interval and by a bootstrap; not corrected for the number of comparisons.",
     )
 
 
@@ -119,19 +142,19 @@ def axis_table(lines: Sequence[Line], axis: str, arms: str, base: str) -> Table:
 
 
 def changes_table(lines: Sequence[Line], axis: str, base: str) -> Table:
-    """Rows changes: ``end``, ``held_out``, and the difference to ``base`` in ``end``."""
+    """Rows changes: ``end`` and the whole run, and the differences to ``base`` in both."""
     most = _most(lines, axis)
     reference = at(lines, **{axis: base})
     rows = []
     for change in labels(lines, axis):
         mine = at(lines, **{axis: change})
-        gap = difference(mine, reference, end) if change != base and reference else None
-        rows.append([change, *(score(mine, measure, most) for measure in (end, mean, held_out)), *_against(gap)])
-    head = [axis, "end", "whole run", "held-out", f"end, against {base}", "bootstrap", "verdict"]
+        other = reference if change != base else []
+        gaps = [_in_one(difference(mine, other, measure) if other else None) for measure in (end, mean)]
+        rows.append([change, *(score(mine, measure, most) for measure in (end, mean)), *gaps])
     return table(
-        head,
+        [axis, "end", "whole run", f"end, against {base}", f"whole run, against {base}"],
         rows,
-        f"{_END}, over the whole run, and last held-out reward; ± Student's 95 % interval, {_count(most)}. {_RULE}",
+        f"{_END}, and over the whole run; ± Student's 95 % interval, {_count(most)}. {_RULE}",
     )
 
 
@@ -181,7 +204,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Tabl
     return Table(body, note)
 
 
-def _told(found: Mapping[str, Finalist], sweep: str | None, study: str) -> str:
+def _told(found: Mapping[str, Finalist], sweep: str | None, study: str, chosen_by: Measure) -> str:
     """Where the best values come from."""
     chosen = next(iter(found.values()))
     if not chosen.chosen_on:
@@ -190,7 +213,8 @@ def _told(found: Mapping[str, Finalist], sweep: str | None, study: str) -> str:
     fresh = f"judged on fresh seeds {', '.join(judged)}{f' of `{study}`' if study else ''}"
     same = "judged on the same seeds, where what was chosen for being high looks too high"
     on = ", ".join(chosen.chosen_on)
-    return f"The best {sweep} of each arm by `end` on seeds {on}; {fresh if chosen.fresh else same}. "
+    by = "`end`" if chosen_by is end else "the whole run"
+    return f"The best {sweep} of each arm by {by} on seeds {on}; {fresh if chosen.fresh else same}. "
 
 
 def score(lines: Sequence[Line], measure: Measure, most: int) -> str:
@@ -240,6 +264,12 @@ def _in_one(gap: Difference | None) -> str:
     """The same in one cell."""
     student, bootstrap, says = _against(gap)
     return NONE if gap is None else f"{student} ({bootstrap}), {says}"
+
+
+def _briefly(gap: Difference | None) -> str:
+    """The same without the bootstrap; in bold where it is better."""
+    student, _, _ = _against(gap)
+    return _bold(student) if gap is not None and gap.says == "better" else student
 
 
 def _width(values: Sequence[str]) -> str:

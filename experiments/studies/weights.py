@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
 def convert(source: Path, target: Path) -> None:
-    """transformers takes what it reads from GGUF for a quantised model; its weights go into an empty one, to be saved."""
+    """transformers takes what it reads for a quantised model: its weights go into an empty one, which is saved."""
     where = {"gguf_file": source.name, "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)

@@ -51,6 +51,25 @@ def run(tmp_path):
     return run
 
 
+def test_bounds_are_compared_with_the_best_fixed_one_of_another_study(tmp_path):
+    write(tmp_path, "changes", [*cell([0.1, 0.2], change="base"), *cell([0.5, 0.6], change="bound 1")])
+    write(tmp_path, "bounds", [*cell([0.3, 0.4], change="base"), *cell([0.7, 0.9], change="by entropy")])
+    found = analyse.made(tmp_path)[0]["bounds-changes"].splitlines()
+    assert found[0].endswith("| end, against fixed at 1 | whole run, against fixed at 1 |")
+    assert [row.split(" | ")[:2] for row in found[2:5]] == [
+        ["| base", "0.350"],
+        ["| by entropy", "0.800"],
+        ["| fixed at 1", "0.550"],
+    ]
+    assert "fixed at 1" not in analyse.made(tmp_path)[0]["changes-changes"]
+
+
+def test_the_rates_of_stories_are_chosen_by_the_whole_run(tmp_path):
+    late, soon = [0.0, 0.0, 0.0, 1.0], [0.9, 0.9, 0.9, 0.9]
+    write(tmp_path, "stories", [line(late, region="clip", rate="1e-5"), line(soon, region="clip", rate="3e-5")])
+    assert "| clip | 3e-5 |" in analyse.made(tmp_path)[0]["stories-best"]
+
+
 def table_of(text, name):
     return text.split(f"<!-- table: {name} -->")[1].split("<!-- end of table -->")[0].strip()
 

@@ -55,6 +55,37 @@ def test_best_against_best_on_fresh_seeds():
     assert "| troll | 4e-05 | – | – | – | – | – | – |" in none.rows
 
 
+FAST_OR_HIGH = [
+    *(line([0.9, 0.9, 0.9, 0.5], seed=i, region="troll", rate="1e-05") for i in range(3)),  # 0.8 over the run
+    *(line([0.0, 0.4, 0.6, 0.6], seed=i, region="troll", rate="4e-05") for i in range(3)),  # 0.4
+]
+
+
+def test_rates_can_be_chosen_by_the_whole_run():
+    ends = tables.sweep_table(FAST_OR_HIGH, "region", "rate")
+    assert "| troll | 0.500 ± 0.000 | **0.600 ± 0.000** | 1 (×1) | 1 (×1) |" in ends.rows
+    whole = tables.sweep_table(FAST_OR_HIGH, "region", "rate", scores.mean)
+    assert "| troll | **0.800 ± 0.000** | 0.400 ± 0.000 | 1 (×1) | 1 (×1) |" in whole.rows
+    assert whole.note.startswith("Mean sampled reward over the whole run ± ")
+    found = scores.finalists(FAST_OR_HIGH, "region", "rate", measure=scores.mean)
+    assert found["troll"].value == "1e-05"
+    assert "by the whole run on seeds 0, 1, 2" in tables.best_table(found, "clip", "rate", "", scores.mean).note
+
+
+def test_ours_against_every_other():
+    arms = {"troll": [0.50, 0.51, 0.52], "troll-1": [0.3, 0.4, 0.53], "clip": [0.40, 0.40, 0.40], "none": [0.7, 0.7]}
+    lines = [x for arm, levels in arms.items() for x in cell(levels, region=arm)]
+    found = tables.pairs_table(scores.finalists(lines, "region", None))
+    # troll − clip: 0.10, 0.11, 0.12, 4.303 · 0.01 / √3 = 0.025; troll-1 − clip: −0.1, 0, 0.13; none has two seeds.
+    assert found.rows.splitlines() == [
+        "| whole run, row − column | clip | none |",
+        "| --- | --- | --- |",
+        "| troll | **+0.110 ± 0.025** | −0.195 ± 0.064 |",
+        "| troll-1 | +0.010 ± 0.287 | −0.350 ± 0.635 |",
+    ]
+    assert tables.pairs_table(scores.finalists(cell([0.5], region="troll"), "region", None)) is None
+
+
 def test_the_whole_run_is_compared_on_its_own():
     late = [line([0.0, 0.0, 0.04 * i, 0.8 + 0.02 * i], seed=i, region="troll") for i in range(3)]
     soon = [line([0.8, 0.8, 0.8, 0.8], seed=i, region="clip") for i in range(3)]
@@ -108,13 +139,23 @@ def test_changes_are_paired_with_the_base_by_seed():
         *cell([0.55], first=1, change="tail floor"),
     ]
     found = tables.changes_table(lines, "change", "base").rows.splitlines()
-    assert found[0] == "| change | end | whole run | held-out | end, against base | bootstrap | verdict |"
+    assert found[0] == "| change | end | whole run | end, against base | whole run, against base |"
+    k16, k256 = "+0.010 ± 0.510 (−0.200 to +0.210), no difference", "−0.190 ± 0.025 (−0.200 to −0.180), worse"
     assert found[2:] == [
-        "| base | 0.600 ± 0.248 | 0.600 ± 0.248 | 0.600 ± 0.248 | – | – | – |",
-        "| K 16 | 0.610 ± 0.262 | 0.610 ± 0.262 | 0.610 ± 0.262 | +0.010 ± 0.510 | −0.200 to +0.210 | no difference |",
-        "| K 256 | 0.410 ± 0.273 | 0.410 ± 0.273 | 0.410 ± 0.273 | −0.190 ± 0.025 | −0.200 to −0.180 | worse |",
-        "| tail floor | 0.550 (n = 1) | 0.550 (n = 1) | 0.550 (n = 1) | −0.050 | – | no verdict |",
+        "| base | 0.600 ± 0.248 | 0.600 ± 0.248 | – | – |",
+        f"| K 16 | 0.610 ± 0.262 | 0.610 ± 0.262 | {k16} | {k16} |",
+        f"| K 256 | 0.410 ± 0.273 | 0.410 ± 0.273 | {k256} | {k256} |",
+        "| tail floor | 0.550 (n = 1) | 0.550 (n = 1) | −0.050 (–), no verdict | −0.050 (–), no verdict |",
     ]
+
+
+def test_changes_are_compared_at_the_end_and_over_the_whole_run():
+    soon = [line([0.8, 0.8, 0.8, 0.8], seed=i, change="base") for i in range(3)]
+    late = [line([0.0, 0.0, 0.04 * i, 0.8 + 0.02 * i], seed=i, change="slow") for i in range(3)]
+    row = tables.changes_table([*soon, *late], "change", "base").rows.splitlines()[-1]
+    assert row.endswith(
+        "| +0.020 ± 0.050 (+0.000 to +0.040), no difference | −0.585 ± 0.037 (−0.600 to −0.570), worse |"
+    )
 
 
 def test_all_tasks_together():
