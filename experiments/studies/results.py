@@ -18,7 +18,7 @@ REWARD = ("reward", "completions/mean_length", "frac_reward_zero_std")
 """Of the rollout itself."""
 MEANS = (
     *("entropy", "grad_norm", "clip_ratio/region_mean"),
-    *("troll/regression", "troll/projected_fraction", "troll/mix"),
+    *("troll/regression", "troll/projected_fraction", "troll/mix", "troll/kl_bound", "troll/regression_coef"),
 )
 """Averaged over the updates on a rollout."""
 LAST = (

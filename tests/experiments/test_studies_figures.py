@@ -91,7 +91,7 @@ def test_changes_are_differences_with_both_intervals():
         *cell([0.61, 0.70, 0.79], change="K 256"),
         *cell([0.50, 0.70, 0.90], change="other"),
     ]
-    (ax,) = figures.changes({"": lines}, "change", "base").axes
+    ax, _ = figures.changes({"": lines}, "change", "base").axes
     assert [t.get_text() for t in ax.get_yticklabels()] == ["K 16", "K 256", "other"]
     thin, thick = ([w for w in ax.lines if w.get_linewidth() == width] for width in (1.2, 3.2))
     half = 4.303 * 0.01 / math.sqrt(3)
@@ -100,6 +100,23 @@ def test_changes_are_differences_with_both_intervals():
     assert [w.get_ydata()[0] for w in thick] == [0, -1, -2]
     assert [to_hex(w.get_color()) for w in thick] == [PALETTE[x][0] for x in ("clip", "troll", "none")]
     assert any(list(w.get_xdata()) == [0, 0] for w in ax.lines)
+
+
+def test_changes_are_drawn_at_the_end_and_over_the_whole_run():
+    lines = [*cell([0.8, 0.8, 0.8], change="base")]
+    lines += [line([0.0, 0.0, 0.0, 0.8 + 0.1 * i], seed=i, change="slow") for i in range(3)]
+    axes = figures.changes({"": lines}, "change", "base").axes
+    titles = ["reward at the end, against base", "reward over the whole run, against base"]
+    assert [ax.get_title(loc="left") for ax in axes] == titles
+    means = [w.get_xdata()[0] for ax in axes for w in ax.lines if w.get_markersize() == 7]
+    assert means == pytest.approx([0.1, 0.9 / 4 - 0.8])
+
+
+def test_variants_have_the_dashes_of_what_they_vary():
+    arms = ("troll", "troll-1", "clip", "clip-0.4", "gspo")
+    (ax,) = figures.curves({"": {arm: cell([0.5]) for arm in arms}}).axes
+    troll, troll_1, clip, clip_04, gspo = (w._dash_pattern for w in ax.lines)
+    assert troll == troll_1 != clip == clip_04 != gspo
 
 
 def test_the_network_is_drawn_with_the_bound():

@@ -70,12 +70,13 @@ def stored() -> dict[str, list[tuple[dict[str, Any], History]]]:
     return groups
 
 
-KINDS = {  # rows of docs/explain.md: what the group of a run begins with, or ends with
+FIRST, LATER = r"(troll|troll-0\.2|clip|clip-higher|gspo|none)", r"(troll-1|troll-soft|troll-scaled|clip-0\.4)"
+KINDS = {  # rows of docs/explain.md, and what the groups of a row look like; * is for runs made after the rules
     "the final runs: TROLL, clip, clip-higher": r"final (troll|troll-0\.2|clip|clip-higher)",
     "the final runs: GSPO, none": r"final (gspo|none)",
-    "rate 1e-5, every region": r"regions .* 1e-5",
-    "rate 3e-5, every region": r"regions .* 3e-5",
-    "rate 1e-4, TROLL": r"regions troll.* 1e-4",
+    "rate 1e-5, every region": rf"regions {FIRST} 1e-5",
+    "rate 3e-5, every region": rf"regions {FIRST} 3e-5",
+    "rate 1e-4, TROLL": r"regions (troll|troll-0\.2) 1e-4",
     "rate 1e-4, the others": r"regions (clip|clip-higher|gspo|none) 1e-4",
     "rate 3e-4, TROLL": r"regions troll.* 3e-4",
     "rate 3e-4, the others": r"regions (clip|clip-higher|gspo|none) 3e-4",
@@ -83,11 +84,26 @@ KINDS = {  # rows of docs/explain.md: what the group of a run begins with, or en
     "no regression": r"changes no regression",
     "regression 10": r"changes regression 10",
     "every other change": r"changes (?!bound 0\.01|no regression|regression 10).*",
-    "every estimator": r"estimators .*",
+    "every estimator": r"estimators .* (troll-0\.2|clip)",
     "one update per rollout": r"updates \S+ 1 .*",
     "4 to 32 updates, TROLL": r"updates \S+ (4|8|16|32) troll.*",
     "4 to 32 updates, clip": r"updates \S+ (4|8|16|32) clip",
+    "* the final runs: ε = 1, less pull, a clip of 0.4": rf"final {LATER}",
+    "* the same, rates 1e-5 and 3e-5": rf"regions {LATER} (1e-5|3e-5)",
+    "* the same, rate 1e-4": rf"regions {LATER} 1e-4",
+    "* every estimator, scaled pull": r"estimators .* troll-scaled",
+    "* bounds that adapt": r"bounds (?!2 % outside at most).*",
+    "* at most 2 % outside": r"bounds 2 % outside at most",
+    "* stories, TROLL": r"stories(-final)? troll.*",
+    "* stories, clips, GSPO": r"stories(-final)? (clip.*|gspo).*",
+    "* stories, none": r"stories(-final)? none.*",
+    "* one-line functions, TROLL": r"code .*",
 }
+
+
+def later(group: str) -> bool:
+    """Whether its runs were made after the rules, so that no threshold was chosen on them."""
+    return any(kind.startswith("*") and re.fullmatch(pattern, group) for kind, pattern in KINDS.items())
 
 
 def table() -> list[str]:

@@ -1,4 +1,4 @@
-"""The rules over 157 real runs, with good and bad endings: where they must speak, and where they must not."""
+"""The rules over 353 real runs, with good and bad endings: where they must speak, and where they must not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def end(run: dict) -> float:
 
 
 def test_all_runs_are_there() -> None:
-    assert sum(map(len, GROUPS.values())) == 157
+    assert sum(map(len, GROUPS.values())) == 353
+    assert sum(len(runs) for group, runs in GROUPS.items() if cases.later(group)) == 178
 
 
 @pytest.mark.parametrize("region", ["clip", "clip-higher", "none"])
@@ -89,16 +90,29 @@ def test_runs_that_go_well_hear_nothing(group: str) -> None:
     assert [names for names in told(group) if names] == []
 
 
-def test_warnings_are_for_runs_that_end_badly() -> None:
-    """Of all runs of several updates that ended well, a few are warned; of those that ended very badly, all but one."""
-    several = [(run, h) for all_of in GROUPS.values() for run, h in all_of if h.setting("updates_per_generation") != 1]
+def warnings_by_end(later: bool) -> tuple[list[bool], list[bool]]:
+    """Whether runs of several updates are warned: those that ended well, and those that ended very badly."""
+    runs = [pair for group, all_of in GROUPS.items() if cases.later(group) == later for pair in all_of]
+    several = [(run, h) for run, h in runs if h.setting("updates_per_generation") != 1]
     levels = [(end(run), any(x.level == "warning" for x in find(h)), len(h)) for run, h in several]
-    well = [w for reward, w, _ in levels if reward >= WELL]
-    badly = [w for reward, w, rollouts in levels if reward < 0.25 and rollouts >= 12]
+    badly = [warned for reward, warned, rollouts in levels if reward < 0.25 and rollouts >= 12]
+    return [warned for reward, warned, _ in levels if reward >= WELL], badly
+
+
+def test_warnings_are_for_runs_that_end_badly() -> None:
+    """Of the runs that ended well a few are warned; of those that ended very badly, all but one."""
+    well, badly = warnings_by_end(later=False)
     assert len(well) > 90
     assert sum(well) / len(well) < 0.05
     assert len(badly) >= 14
     assert badly.count(False) <= 1
+
+
+def test_so_they_are_on_runs_that_no_threshold_was_chosen_on() -> None:
+    """docs/explain.md says 12 of 167, and 2 of 2."""
+    well, badly = warnings_by_end(later=True)
+    assert (sum(well), len(well)) == (12, 167)
+    assert badly == [True, True]
 
 
 def test_a_fall_is_seen_before_it_ends() -> None:
@@ -132,7 +146,7 @@ def test_no_fall_is_seen_in_a_run_that_ended_well() -> None:
 def test_nothing_is_said_in_every_kind_of_run() -> None:
     """A rule that always speaks says nothing."""
     count = Counter(name for group in GROUPS for names in told(group) for name in names)
-    assert max(count.values()) < 157 / 4
+    assert max(count.values()) < sum(map(len, GROUPS.values())) / 4
 
 
 # ---------------------------------------------------------------------- nothing but noise
