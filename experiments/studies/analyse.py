@@ -30,7 +30,7 @@ from troll.runs.folder import Line
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "does-it-help.md"
-FRESH = {"regions": "final", "stories": "stories-final"}
+FRESH = {"regions": "final", "stories": "stories-final", "code": "code-final", "gsm8k": "gsm8k-final"}
 """Study → the one with fresh seeds, by which it is judged."""
 CHOSEN_BY = {"stories": mean}
 """Study → the measure that chooses the rates, where it is not `end`: in the stories every arm ends at the top."""
