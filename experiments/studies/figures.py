@@ -131,8 +131,8 @@ def changes(tasks: Groups, axis: str, base: str) -> Figure:
             if gap is None:
                 continue
             shade = colour({"better": "troll", "worse": "clip"}.get(gap.says, "none"))
-            student = spread(list(gap.values.values()))
-            for found, width in ((student, 1.2), (gap.bootstrap, 3.2)):
+            bars = [(gap.student, 1.2)] * (len(gap.values) >= FEWEST) + [(gap.bootstrap, 3.2)]
+            for found, width in bars:
                 if found.low is not None and found.high is not None:
                     ax.plot([found.low, found.high], [-i, -i], color=shade, linewidth=width, zorder=3)
             dots = list(gap.values.values())

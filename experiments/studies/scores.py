@@ -2,7 +2,7 @@
 
 A measure is a function of one result line (`results.line_of`). Lines are told apart by their labels on the axes of
 their study; lines that differ in nothing but the seed are one cell, and its interval over seeds is Student's. Two cells
-are compared seed by seed, with Student's interval and a bootstrap.
+are compared with Student's interval and a bootstrap, seed by seed if the runs of a seed began with the same rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from troll.runs.arms import ARMS
 from troll.runs.folder import Line
-from troll.runs.statistics import Interval, compare, interval, resampled
+from troll.runs.statistics import Interval, compare, interval, resampled, t_quantile
 
 Measure = Callable[[Line], float | None]
 SEED = "seed"
@@ -205,17 +205,19 @@ def spread(values: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Difference:
-    """How a cell differs from another one, seed by seed."""
+    """How a cell differs from another one."""
 
     values: dict[str, float]
+    """By seed: from the other run of the seed, or from the mean of all others if the seeds are not paired."""
     student: Interval
     bootstrap: Interval
     says: str
     """"better", "worse", "no difference" or "no verdict"."""
+    paired: bool
 
 
 def difference(a: Sequence[Line], b: Sequence[Line], measure: Measure, higher: bool = True) -> Difference | None:
-    """Whether ``a`` is better than ``b`` on the seeds that both have; None if there is none.
+    """Whether ``a`` is better than ``b``, seed by seed if their runs began alike; None if there is nothing to compare.
 
     n seeds have few distinct resamples, C(2n − 1, n): 10 for three, 126 for five. So with three to five seeds the
     bootstrap is too narrow; for three it reaches from the smallest to the largest difference, which covers 75 %, not
@@ -225,28 +227,65 @@ def difference(a: Sequence[Line], b: Sequence[Line], measure: Measure, higher: b
     both = [seed for seed in first if seed in second]
     if not both:
         return None
+    if not began_alike(a, b):
+        return _unpaired(first, second, higher)
     verdict = compare([first[x] for x in both], [second[x] for x in both], "it", higher_is_better=higher)
     values = {seed: first[seed] - second[seed] for seed in both}
     bootstrap = resampled(list(values.values()))
     says = verdict.says.removeprefix("it is ")
     if says in ("better", "worse") and _contains_zero(bootstrap):
         says = "no difference"
-    return Difference(values, verdict.difference, bootstrap, says)
+    return Difference(values, verdict.difference, bootstrap, says, True)
 
 
-def stratified(values: Sequence[Sequence[float]]) -> Interval:
+def began_alike(a: Sequence[Line], b: Sequence[Line]) -> bool:
+    """Whether runs with one seed had the same first rollout, which no setting of an update has touched yet.
+
+    They have not if they were made with other kernels, or with rollouts of another size: then a seed is nothing that
+    two runs share. Of runs that did not note it nothing is known, and they are taken to.
+    """
+    firsts = [{_seed(line): _first(line) for line in lines} for lines in (a, b)]
+    return all(firsts[0][seed] == firsts[1][seed] for seed in firsts[0].keys() & firsts[1].keys())
+
+
+def _first(line: Line) -> tuple[float, float] | None:
+    lengths, rewards = (line["rollouts"].get(x) for x in ("completions/mean_length", "reward"))
+    return (lengths[0], rewards[0]) if lengths and rewards else None
+
+
+def _unpaired(a: dict[str, float], b: dict[str, float], higher: bool) -> Difference:
+    """Welch's interval, with his degrees of freedom rounded down, and a bootstrap of both."""
+    x, y = list(a.values()), list(b.values())
+    gap = _mean(x) - _mean(y)
+    values = {seed: value - _mean(y) for seed, value in a.items()}
+    if min(len(x), len(y)) < 2:
+        return Difference(values, Interval(gap, None, None), Interval(gap, None, None), "no verdict", False)
+    parts = [float(np.var(z, ddof=1)) / len(z) for z in (x, y)]
+    error = sum(parts)
+    spread_of = sum(part**2 / (len(z) - 1) for part, z in zip(parts, (x, y), strict=True))
+    half = t_quantile(max(1, int(error**2 / spread_of))) * math.sqrt(error) if error else 0.0
+    student, bootstrap = Interval(gap, gap - half, gap + half), stratified([x], [y])
+    if not error or _contains_zero(student) or _contains_zero(bootstrap):
+        return Difference(values, student, bootstrap, "no difference" if error else "no verdict", False)
+    return Difference(values, student, bootstrap, "better" if (gap > 0) == higher else "worse", False)
+
+
+def stratified(values: Sequence[Sequence[float]], less: Sequence[Sequence[float] | None] | None = None) -> Interval:
     """Mean over strata (tasks, settings) of the means over their seeds, with its 95 % percentile bootstrap.
 
     Seeds are resampled within each stratum, as Agarwal et al. (2021) do: strata are given, seeds are chance. However
     many strata there are, n seeds in each make it narrower by √((n − 1) / n): with three, 89 % are covered, not 95 %.
+    With ``less``, from a stratum's mean that of other runs is taken, whose seeds are resampled by themselves.
     """
     rng = np.random.default_rng(0)
-    drawn = np.zeros(RESAMPLES)
-    for stratum in values:
+    others = less or [None] * len(values)
+    signed = [(1.0, x) for x in values] + [(-1.0, x) for x in others if x is not None]
+    drawn, centre = np.zeros(RESAMPLES), 0.0
+    for sign, stratum in signed:
         array = np.asarray(stratum, dtype=np.float64)
-        drawn += array[rng.integers(array.size, size=(RESAMPLES, array.size))].mean(axis=1) / len(values)
-    centre = _mean([_mean(stratum) for stratum in values])
-    if all(len(stratum) < 2 for stratum in values):
+        drawn += sign * array[rng.integers(array.size, size=(RESAMPLES, array.size))].mean(axis=1) / len(values)
+        centre += sign * _mean(stratum) / len(values)
+    if all(len(stratum) < 2 for _, stratum in signed):
         return Interval(centre, None, None)
     low, high = np.quantile(drawn, [0.025, 0.975])
     return Interval(centre, float(low), float(high))

@@ -39,9 +39,13 @@ from troll.runs.statistics import Interval
 NONE = "–"
 _END = "Mean sampled reward over the last quarter of the rollouts (0 for those that a failed run did not make)"
 _WHOLE = "Mean sampled reward over the whole run"
+_PAIRED = (
+    "paired by seed, or marked ° and not paired where the runs of a seed did not begin with the same rollout (another "
+    "kernel, another size)"
+)
 _RULE = (
-    "Differences are paired by seed: Student's 95 % interval, then a bootstrap over seeds, which is too narrow for so "
-    "few. A verdict needs both to leave out 0; not corrected for the number of comparisons."
+    f"Differences are {_PAIRED}: Student's 95 % interval, or Welch's, then a bootstrap over seeds, which is too narrow "
+    "for so few. A verdict needs both to leave out 0; not corrected for the number of comparisons."
 )
 
 
@@ -116,7 +120,7 @@ def pairs_table(found: Mapping[str, Finalist]) -> Table | None:
     return table(
         ["whole run, row − column", *others],
         rows,
-        f"{_WHOLE}, differences paired by seed ± Student's 95 % interval, {_count(most)}. Bold: better by this "
+        f"{_WHOLE}; differences, {_PAIRED}, ± Student's 95 % interval or Welch's, {_count(most)}. Bold: better by this "
         "interval and by a bootstrap; not corrected for the number of comparisons.",
     )
 
@@ -136,8 +140,8 @@ def axis_table(lines: Sequence[Line], axis: str, arms: str, base: str) -> Table:
     return table(
         [f"{axis} \\ {arms}", *names],
         rows,
-        f"{_END} ± Student's 95 % interval, {_count(most)}. Bold: better than {base} in the same row, paired by seed, "
-        "by Student's interval and a bootstrap; not corrected for the number of comparisons.",
+        f"{_END} ± Student's 95 % interval, {_count(most)}. Bold: better than {base} in the same row, by Student's "
+        "interval and a bootstrap; not corrected for the number of comparisons.",
     )
 
 
@@ -166,8 +170,7 @@ def overall_table(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> T
             continue
         reached = stratified([list(by_seed(task[arm], end).values()) for task in tasks])
         gaps = [difference(task[arm], task[base], end) if task.get(base) else None for task in tasks]
-        paired = [list(gap.values.values()) for gap in gaps if gap is not None]
-        against = stratified(paired) if arm != base and len(paired) == len(tasks) else None
+        against = _together(tasks, arm, base, gaps) if arm != base and None not in gaps else None
         signed = [NONE, NONE] if against is None else [decimals(against.mean, sign="+"), _ends(against)]
         rows.append([arm, decimals(reached.mean), _ends(reached, ""), *signed])
     return table(
@@ -176,6 +179,18 @@ def overall_table(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> T
         f"{_END}, mean of {len(tasks)} tasks; 95 % bootstrap, seeds resampled within each task, somewhat too narrow "
         "for few seeds. No verdict on all tasks together.",
     )
+
+
+def _together(
+    tasks: Sequence[Mapping[str, Sequence[Line]]], arm: str, base: str, gaps: Sequence[Difference | None]
+) -> Interval:
+    """The mean of the differences, those of a seed resampled as one where they are paired."""
+    values, less = [], []
+    for task, gap in zip(tasks, gaps, strict=True):
+        paired = gap is not None and gap.paired
+        values.append(list((gap.values if gap is not None and paired else by_seed(task[arm], end)).values()))
+        less.append(None if paired else list(by_seed(task[base], end).values()))
+    return stratified(values, less)
 
 
 def network_table(groups: Mapping[str, Sequence[Line]]) -> Table:
@@ -257,7 +272,7 @@ def _against(gap: Difference | None) -> list[str]:
         return [NONE] * 3
     half = "" if gap.student.high is None else f" ± {gap.student.high - gap.student.mean:.3f}"
     says = _bold(gap.says) if gap.says == "better" else gap.says
-    return [decimals(gap.student.mean, sign="+") + half, _ends(gap.bootstrap), says]
+    return [decimals(gap.student.mean, sign="+") + half + "°" * (not gap.paired), _ends(gap.bootstrap), says]
 
 
 def _in_one(gap: Difference | None) -> str:

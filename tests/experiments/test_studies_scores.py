@@ -217,6 +217,43 @@ def sweep(levels: dict[str, dict[str, list[float]]], first: int = 0) -> list[Lin
     return [x for arm, r in levels.items() for rate, ls in r.items() for x in cell(ls, first, region=arm, rate=rate)]
 
 
+def began(lines: list[Line], length: float) -> list[Line]:
+    """The same runs, with this mean length of the completions of their first rollout."""
+    return [{**x, "rollouts": {**x["rollouts"], "completions/mean_length": [length, 9.0, 9.0, 9.0]}} for x in lines]
+
+
+def test_seeds_are_paired_only_if_their_runs_began_with_the_same_rollout():
+    same = [line([0.2, *[level] * 3], seed=i) for i, level in enumerate((0.5, 0.6, 0.7))]
+    other = [line([0.2, *[level] * 3], seed=i) for i, level in enumerate((0.1, 0.22, 0.3))]
+    paired = scores.difference(began(same, 12.5), began(other, 12.5), scores.end)
+    assert paired.paired
+    assert paired.values == pytest.approx({"0": 0.4, "1": 0.38, "2": 0.4})
+    apart = scores.difference(began(same, 12.5), began(other, 12.6), scores.end)
+    assert not apart.paired
+    # Variances 0.01 and 0.010133, a third of each: 0.006711. Welch has 3.9998 degrees of freedom: 3, and so 3.182.
+    assert apart.student.mean == pytest.approx(0.6 - 0.62 / 3)
+    assert apart.student.high - apart.student.mean == pytest.approx(3.182 * math.sqrt(0.0067111), rel=1e-4)
+    assert apart.values == pytest.approx({"0": 0.5 - 0.62 / 3, "1": 0.6 - 0.62 / 3, "2": 0.7 - 0.62 / 3})
+    assert (apart.says, scores.difference(began(other, 1.0), began(same, 2.0), scores.end).says) == ("better", "worse")
+    first = [{**x, "rollouts": {**x["rollouts"], "reward": [0.3, *x["rollouts"]["reward"][1:]]}} for x in same]
+    assert not scores.began_alike(began(same, 12.5), began(first, 12.5))
+
+
+def test_what_is_unpaired_needs_two_runs_on_each_side_and_a_spread():
+    few = scores.difference(began(cell([0.9, 0.8]), 1.0), began(cell([0.1]), 2.0), scores.end)
+    assert (few.says, few.student) == ("no verdict", scores.Interval(pytest.approx(0.75), None, None))
+    equal = scores.difference(began(cell([0.9, 0.9]), 1.0), began(cell([0.1, 0.1]), 2.0), scores.end)
+    assert equal.says == "no verdict"
+    noise = scores.difference(began(cell([0.1, 0.9, 0.5]), 1.0), began(cell([0.2, 0.8, 0.3]), 2.0), scores.end)
+    assert noise.says == "no difference"
+
+
+def test_strata_less_others_are_resampled_by_themselves():
+    found = scores.stratified([[0.5, 0.7], [0.4, 0.4]], [[0.1, 0.3], None])
+    # (0.6 − 0.2 + 0.4) / 2; from 0.5 − 0.3 to 0.7 − 0.1 in the first: paired, the two would cancel.
+    assert (found.mean, found.low, found.high) == pytest.approx((0.4, 0.3, 0.5))
+
+
 SWEEP = {
     "troll": {"1e-05": [0.50, 0.52], "2e-05": [0.60, 0.58], "4e-05": [0.57, 0.55]},
     "clip": {"1e-05": [0.40, 0.42], "2e-05": [0.50, 0.50], "4e-05": [0.10, 0.90]},

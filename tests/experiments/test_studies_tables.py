@@ -86,6 +86,19 @@ def test_ours_against_every_other():
     assert tables.pairs_table(scores.finalists(cell([0.5], region="troll"), "region", None)) is None
 
 
+def test_a_difference_that_is_not_paired_is_marked():
+    lines = [*cell([0.50, 0.51, 0.52], region="troll"), *cell([0.40, 0.41, 0.40], region="clip")]
+    for i, each in enumerate(lines):
+        each["rollouts"]["completions/mean_length"] = [float(i)] * 4
+    found = scores.finalists(lines, "region", None)
+    row = tables.best_table(found, "clip", None).rows.splitlines()[2]
+    # Variances 1e-4 and 3.33e-5, a third of each: √4.444e-5 = 0.006667; 3.2 degrees of freedom, 3.182.
+    assert row.endswith("| +0.107 ± 0.021° (+0.097 to +0.117), **better** |")
+    together = [{"troll": lines[:3], "clip": lines[3:]}] * 2
+    assert tables.overall_table(together, "clip").rows.splitlines()[2].startswith("| troll | 0.510 |")
+    assert "| +0.107 |" in tables.overall_table(together, "clip").rows
+
+
 def test_the_whole_run_is_compared_on_its_own():
     late = [line([0.0, 0.0, 0.04 * i, 0.8 + 0.02 * i], seed=i, region="troll") for i in range(3)]
     soon = [line([0.8, 0.8, 0.8, 0.8], seed=i, region="clip") for i in range(3)]
