@@ -74,7 +74,7 @@ def test_a_warning_is_one_line_when_it_first_applies(tmp_path: Path, terminal: b
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", watched(folder, terminal, 24))
     assert said.count("Warning") == 1
     assert "Warning (since update 1): 40\xa0% of the tokens were projected, over 3 rollouts." in said
-    assert "Try --learning_rate 1e-05 (" in said
+    assert "Try --kl_bound 0.2 (" in said
     if not terminal:  # it stands after the third rollout
         assert [line.split()[0] for line in said.splitlines()] == ["step"] * 3 + ["Warning"] + ["step"] * 3
     assert [x["said"] for x in Run(folder).warnings()] == [12]
