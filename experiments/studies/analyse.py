@@ -35,7 +35,7 @@ FRESH = {"regions": "final", "stories": "stories-final", "code": "code-final", "
 CHOSEN_BY = {"stories": mean}
 """Study → the measure that chooses the rates, where it is not `end`: in the stories every arm ends at the top."""
 ALSO = {"bounds": ("changes", {"bound 1": "fixed at 1"})}
-"""Study → another one, and which of its changes belong here too, under another name: all else is equal in both."""
+"""Study → another one, and which of its changes belong here too, renamed: all other settings are equal."""
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
 
 
@@ -44,9 +44,9 @@ class Stored:
     """The results of a study, and those with fresh seeds, if there are any."""
 
     lines: list[Line]
-    fresh: list[Line] = field(default_factory=list)
-    fresh_study: str = ""
-    chosen_by: Measure = end
+    fresh: list[Line]
+    fresh_study: str
+    chosen_by: Measure
 
     @classmethod
     def read(cls, results: Path, study: str) -> Stored:

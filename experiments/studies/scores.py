@@ -213,7 +213,13 @@ class Difference:
     bootstrap: Interval
     says: str
     """"better", "worse", "no difference" or "no verdict"."""
-    paired: bool
+    terms: tuple[list[float], list[float] | None]
+    """What is resampled: the differences of the seeds, or the one side and the other."""
+
+    @property
+    def paired(self) -> bool:
+        """Whether seeds were compared one by one."""
+        return self.terms[1] is None
 
 
 def difference(a: Sequence[Line], b: Sequence[Line], measure: Measure, higher: bool = True) -> Difference | None:
@@ -235,7 +241,7 @@ def difference(a: Sequence[Line], b: Sequence[Line], measure: Measure, higher: b
     says = verdict.says.removeprefix("it is ")
     if says in ("better", "worse") and _contains_zero(bootstrap):
         says = "no difference"
-    return Difference(values, verdict.difference, bootstrap, says, True)
+    return Difference(values, verdict.difference, bootstrap, says, (list(values.values()), None))
 
 
 def began_alike(a: Sequence[Line], b: Sequence[Line]) -> bool:
@@ -259,15 +265,15 @@ def _unpaired(a: dict[str, float], b: dict[str, float], higher: bool) -> Differe
     gap = _mean(x) - _mean(y)
     values = {seed: value - _mean(y) for seed, value in a.items()}
     if min(len(x), len(y)) < 2:
-        return Difference(values, Interval(gap, None, None), Interval(gap, None, None), "no verdict", False)
+        return Difference(values, Interval(gap, None, None), Interval(gap, None, None), "no verdict", (x, y))
     parts = [float(np.var(z, ddof=1)) / len(z) for z in (x, y)]
     error = sum(parts)
-    spread_of = sum(part**2 / (len(z) - 1) for part, z in zip(parts, (x, y), strict=True))
-    half = t_quantile(max(1, int(error**2 / spread_of))) * math.sqrt(error) if error else 0.0
+    share = sum(part**2 / (len(z) - 1) for part, z in zip(parts, (x, y), strict=True))
+    half = t_quantile(max(1, int(error**2 / share))) * math.sqrt(error) if error else 0.0
     student, bootstrap = Interval(gap, gap - half, gap + half), stratified([x], [y])
     if not error or _contains_zero(student) or _contains_zero(bootstrap):
-        return Difference(values, student, bootstrap, "no difference" if error else "no verdict", False)
-    return Difference(values, student, bootstrap, "better" if (gap > 0) == higher else "worse", False)
+        return Difference(values, student, bootstrap, "no difference" if error else "no verdict", (x, y))
+    return Difference(values, student, bootstrap, "better" if (gap > 0) == higher else "worse", (x, y))
 
 
 def stratified(values: Sequence[Sequence[float]], less: Sequence[Sequence[float] | None] | None = None) -> Interval:

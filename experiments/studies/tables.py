@@ -170,7 +170,9 @@ def overall_table(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> T
             continue
         reached = stratified([list(by_seed(task[arm], end).values()) for task in tasks])
         gaps = [difference(task[arm], task[base], end) if task.get(base) else None for task in tasks]
-        against = _together(tasks, arm, base, gaps) if arm != base and None not in gaps else None
+        terms = [gap.terms for gap in gaps if gap is not None]
+        whole = arm != base and len(terms) == len(tasks)
+        against = stratified([x for x, _ in terms], [y for _, y in terms]) if whole else None
         signed = [NONE, NONE] if against is None else [decimals(against.mean, sign="+"), _ends(against)]
         rows.append([arm, decimals(reached.mean), _ends(reached, ""), *signed])
     return table(
@@ -179,18 +181,6 @@ def overall_table(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> T
         f"{_END}, mean of {len(tasks)} tasks; 95 % bootstrap, seeds resampled within each task, somewhat too narrow "
         "for few seeds. No verdict on all tasks together.",
     )
-
-
-def _together(
-    tasks: Sequence[Mapping[str, Sequence[Line]]], arm: str, base: str, gaps: Sequence[Difference | None]
-) -> Interval:
-    """The mean of the differences, those of a seed resampled as one where they are paired."""
-    values, less = [], []
-    for task, gap in zip(tasks, gaps, strict=True):
-        paired = gap is not None and gap.paired
-        values.append(list((gap.values if gap is not None and paired else by_seed(task[arm], end)).values()))
-        less.append(None if paired else list(by_seed(task[base], end).values()))
-    return stratified(values, less)
 
 
 def network_table(groups: Mapping[str, Sequence[Line]]) -> Table:

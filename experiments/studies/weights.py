@@ -10,34 +10,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from troll.models.gguf import convert
 
 
-def convert(source: Path, target: Path) -> None:
-    """transformers takes what it reads for a quantised model: its weights go into an empty one, which is saved."""
-    where = {"gguf_file": source.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-    config = model.config
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)  # the end of a turn; not carried over
-    vars(config).pop("quantization_config", None)
-    weights = model.state_dict()
-    head, table = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
-    if torch.cosine_similarity(head[:1000], table[:1000]).mean() > 0.99:  # one matrix, stored twice, the head finer
-        config.tie_word_embeddings = True
-        weights["model.embed_tokens.weight"] = head
-    config.pad_token_id = tokenizer.pad_token_id
-    with torch.device("meta"):
-        fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fresh.load_state_dict(weights, assign=True)
-    fresh.tie_weights()
-    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    fresh.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-    fresh.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+def repair(model: Any, tokenizer: Any) -> None:
+    """The end of a turn is the end; and a head that is the table of tokens once more, stored finer, is tied to it."""
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if torch.cosine_similarity(head.weight[:1000], table.weight[:1000]).mean() > 0.99:
+        model.config.tie_word_embeddings = True
+        table.weight = head.weight
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), repair)

@@ -96,13 +96,13 @@ def test_a_damaged_conversion_is_made_again(
 
 
 def test_an_interrupted_conversion_is_not_used(tiny: EmbeddedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(source: Path, target: Path) -> None:
+    def interrupted(source: Path, target: Path, repair: object) -> None:
         target.mkdir()
         (target / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(embedded, "_convert", interrupted)
+        patched.setattr(embedded, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             resolve_model("tiny-0.1m")
     assert not tiny.folder.exists()

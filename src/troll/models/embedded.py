@@ -19,8 +19,10 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from troll.errors import InputError
+from troll.models.gguf import convert
 
 _CONVERTER = 1  # raise it when what is written changes: older conversions are not used any more then
 _SIZES = "sizes.json"
@@ -96,7 +98,7 @@ class EmbeddedModel:
         with tempfile.TemporaryDirectory(dir=self.folder.parent, prefix=f"{self.name}-") as temporary:
             made = Path(temporary) / "model"
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars of a few seconds each
-                _convert(source, made)
+                convert(source, made, _repair)
             sizes = {path.name: path.stat().st_size for path in made.iterdir()}
             (made / _SIZES).write_text(json.dumps(sizes, indent=2))
             if self.folder.exists():
@@ -148,36 +150,7 @@ def embedded_model(name: str) -> EmbeddedModel | None:
     return next((model for model in _MODELS if model.name == name), None)
 
 
-def _convert(source: Path, target: Path) -> None:
-    """GGUF → safetensors, configuration and tokenizer, as transformers reads them.
-
-    transformers reads GGUF but takes the model for a quantised one, which can be neither saved nor trained. So its
-    weights go into an empty model of the same shape, which is saved.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    where = {"gguf_file": source.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-    config = model.config
-    _repair(tokenizer, config.max_position_embeddings, config.eos_token_id)
-    vars(config).pop("quantization_config", None)  # older versions of transformers do not set it
-    config.pad_token_id = tokenizer.pad_token_id
-    with torch.device("meta"):
-        fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fresh.load_state_dict(model.state_dict(), assign=True)
-    fresh.tie_weights()
-    fresh.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    fresh.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-
-
-def _repair(tokenizer: object, length: int, end: int) -> None:
+def _repair(model: Any, tokenizer: Any) -> None:
     """What GGUF, or transformers in reading it, does not carry over of the tokenizer of SmolLM2.
 
     It splits numbers into digits. The end of a turn is the end (transformers 5.10 takes the beginning for it). And the
@@ -185,9 +158,9 @@ def _repair(tokenizer: object, length: int, end: int) -> None:
     """
     from tokenizers import pre_tokenizers
 
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[attr-defined]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)  # type: ignore[attr-defined]
-    tokenizer.pad_token = "<|endoftext|>"  # type: ignore[attr-defined]
-    tokenizer.model_max_length = length  # type: ignore[attr-defined]
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.pad_token = "<|endoftext|>"
+    tokenizer.model_max_length = model.config.max_position_embeddings
