@@ -1,4 +1,4 @@
-"""GSM8K with two worked examples in its own terse style, so that an answer has 50 to 120 tokens instead of 250.
+"""The shorter problems of GSM8K, with two worked examples in its own terse style: 65 tokens an answer instead of 250.
 
 The problems come from the hub (``openai/gsm8k``), or from the folder in the variable GSM8K, with train.jsonl and
 test.jsonl in it.
@@ -11,8 +11,10 @@ from pathlib import Path
 
 from troll.rewards.answers import final_number
 
-settings = {"max_completion_length": 160}
+settings = {"max_completion_length": 128}
 SHOTS = 2
+QUESTION, ANSWER = 200, 300
+"""The most characters: prompts of one length waste nothing on padding, and 2,818 problems are left."""
 
 
 def read(split):
@@ -36,6 +38,11 @@ def turn(row):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
+def short(row):
+    """Whether neither the question nor the worked answer is long."""
+    return len(row["question"]) <= QUESTION and len(plain(row["answer"])) <= ANSWER
+
+
 def problem(row):
     """The examples, then the question."""
     steps = float(row["answer"].count("<<"))
@@ -48,7 +55,7 @@ def reward(completions, answer, **columns):
     return [float(final_number(c[-1]["content"]) == right) for c, right in zip(completions, answer, strict=True)]
 
 
-rows = read("train")
+rows = list(filter(short, read("train")))
 examples = [message for row in rows[:SHOTS] for message in turn(row)]
 train = [problem(row) for row in rows[SHOTS:]]
-held_out = [problem(row) for row in read("test")[:256]]
+held_out = [problem(row) for row in filter(short, read("test"))][:256]
