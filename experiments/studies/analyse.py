@@ -32,6 +32,9 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "does-it-help.md"
 FRESH = {"regions": "final", "stories": "stories-final", "code": "code-final", "gsm8k": "gsm8k-final"}
 """Study → the one with fresh seeds, by which it is judged."""
+TASKS = {"regions": "sorting", "stories": "stories", "code": "functions", "gsm8k": "word problems, 1.5 billion weights"}
+"""Study → what is learnt in it, in the table over all tasks."""
+OVERVIEW = "overview"
 CHOSEN_BY = {"stories": mean}
 """Study → the measure that chooses the rates, where it is not `end`: in the stories every arm ends at the top."""
 ALSO = {"bounds": ("changes", {"bound 1": "fixed at 1"})}
@@ -245,9 +248,21 @@ REGISTRY = {
 }
 
 
+def overview(results: Path) -> dict[str, str]:
+    """The table over all tasks, by its name; none if there is only one task."""
+    stored = {task: Stored.read(results, study) for study, task in TASKS.items()}
+    found = {
+        ", ".join(filter(None, (task, name))): arms
+        for task, x in stored.items()
+        if x.lines
+        for name, arms in x.finalists().items()
+    }
+    return {OVERVIEW: tables.joined({"": tables.overview_table(found)})} if len(found) > 1 else {}
+
+
 def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
     """All tables and all figures, by name."""
-    texts, images = whole.written(results), {}
+    texts, images = whole.written(results) | overview(results), {}
     for study, entry in REGISTRY.items():
         stored = Stored.read(results, study)
         if not stored.lines:
@@ -268,7 +283,7 @@ def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
     """The page with each table in its place; a place for a study without results stays as it is."""
-    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables} | set(whole.TABLES)
+    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables} | {OVERVIEW, *whole.TABLES}
     unknown = {name for _, name, _ in _BLOCK.findall(page)} - known
     if unknown:
         raise ValueError(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")

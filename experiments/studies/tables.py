@@ -25,6 +25,7 @@ from scores import (
     kl_mean,
     labels,
     mean,
+    ordered,
     over_seeds,
     seeds,
     sequence_kl,
@@ -37,6 +38,8 @@ from troll.runs.folder import Line
 from troll.runs.statistics import Interval
 
 NONE = "–"
+AUTHORS, DEFAULT = "troll", "troll-0.2"
+"""The arms with the authors' bound and with our default; all with our projection are named after the first."""
 _END = "Mean sampled reward over the last quarter of the rollouts (0 for those that a failed run did not make)"
 _WHOLE = "Mean sampled reward over the whole run"
 _PAIRED = (
@@ -107,21 +110,39 @@ def best_table(
 
 
 def pairs_table(found: Mapping[str, Finalist]) -> Table | None:
-    """Rows the arms with our projection, columns all others, each at its best: who is ahead over the whole run."""
-    ours = [arm for arm in found if arm.split("-")[0] == "troll" and found[arm].lines]
-    others = [arm for arm in found if arm.split("-")[0] != "troll" and found[arm].lines]
+    """Rows the arms with our projection, columns all others and two bounds: who is ahead over the whole run."""
+    ours = [arm for arm in found if arm.split("-")[0] == AUTHORS and found[arm].lines]
+    others = [arm for arm in found if arm.split("-")[0] != AUTHORS and found[arm].lines]
     if not ours or len(others) < 2:
         return None
+    others += [arm for arm in (AUTHORS, DEFAULT) if arm in ours and len(ours) > 1]
     rows = []
     for arm in ours:
-        gaps = [difference(found[arm].lines, found[other].lines, mean) for other in others]
-        rows.append([arm, *(_briefly(gap) for gap in gaps)])
+        gaps = [difference(found[arm].lines, found[x].lines, mean) if x != arm else None for x in others]
+        rows.append([arm, *map(_briefly, gaps)])
     most = max(len(found[arm].lines) for arm in (*ours, *others))
     return table(
         ["whole run, row − column", *others],
         rows,
         f"{_WHOLE}; differences, {_PAIRED}, ± Student's 95 % interval or Welch's, {_count(most)}. Bold: better by this "
         "interval and by a bootstrap; not corrected for the number of comparisons.",
+    )
+
+
+def overview_table(tasks: Mapping[str, Mapping[str, Finalist]]) -> Table:
+    """Rows arms, columns tasks: every arm at its best rate on each, over the whole run."""
+    most = {task: max(len(x.lines) for x in found.values()) for task, found in tasks.items()}
+    rows = []
+    for arm in ordered({arm for found in tasks.values() for arm, x in found.items() if x.lines}):
+        cells = []
+        for task, found in tasks.items():
+            there = found[arm].lines if arm in found else []
+            cells.append(f"{score(there, mean, most[task])} at {found[arm].value}" if there else NONE)
+        rows.append([arm, *cells])
+    return table(
+        ["arm", *(f"{task}, {'one seed' if n == 1 else f'{n} seeds'}" for task, n in most.items())],
+        rows,
+        f"{_WHOLE}, every arm at the best of its rates; ± Student's 95 % interval where there are seeds enough.",
     )
 
 

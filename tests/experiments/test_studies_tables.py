@@ -76,14 +76,28 @@ def test_ours_against_every_other():
     arms = {"troll": [0.50, 0.51, 0.52], "troll-1": [0.3, 0.4, 0.53], "clip": [0.40, 0.40, 0.40], "none": [0.7, 0.7]}
     lines = [x for arm, levels in arms.items() for x in cell(levels, region=arm)]
     found = tables.pairs_table(scores.finalists(lines, "region", None))
-    # troll − clip: 0.10, 0.11, 0.12, 4.303 · 0.01 / √3 = 0.025; troll-1 − clip: −0.1, 0, 0.13; none has two seeds.
+    # troll − clip: 0.10, 0.11, 0.12, 4.303 · 0.01 / √3 = 0.025; troll-1 − clip: −0.1, 0, 0.13; none has two seeds;
+    # troll-1 − troll: −0.20, −0.11, 0.01, 4.303 · 0.1054 / √3 = 0.262.
     assert found.rows.splitlines() == [
-        "| whole run, row − column | clip | none |",
-        "| --- | --- | --- |",
-        "| troll | **+0.110 ± 0.025** | −0.195 ± 0.064 |",
-        "| troll-1 | +0.010 ± 0.287 | −0.350 ± 0.635 |",
+        "| whole run, row − column | clip | none | troll |",
+        "| --- | --- | --- | --- |",
+        "| troll | **+0.110 ± 0.025** | −0.195 ± 0.064 | – |",
+        "| troll-1 | +0.010 ± 0.287 | −0.350 ± 0.635 | −0.100 ± 0.262 |",
     ]
     assert tables.pairs_table(scores.finalists(cell([0.5], region="troll"), "region", None)) is None
+
+
+def test_every_arm_on_every_task():
+    sums = [*cell([0.5, 0.6, 0.7], region="troll", rate="1e-5"), *cell([0.2], region="troll", rate="3e-5")]
+    words = [*cell([0.3], region="clip", rate="1e-6"), *cell([0.4], region="troll", rate="1e-6")]
+    tasks = {"sums": scores.finalists(sums, "region", "rate"), "words": scores.finalists(words, "region", "rate")}
+    # 0.6 ± 4.303 · 0.1 / √3
+    assert tables.overview_table(tasks).rows.splitlines() == [
+        "| arm | sums, 3 seeds | words, one seed |",
+        "| --- | --- | --- |",
+        "| troll | 0.600 ± 0.248 at 1e-5 | 0.400 at 1e-6 |",
+        "| clip | – | 0.300 at 1e-6 |",
+    ]
 
 
 def test_a_difference_that_is_not_paired_is_marked():
