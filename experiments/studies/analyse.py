@@ -22,7 +22,7 @@ import tables
 import whole
 from matplotlib.figure import Figure
 from results import RESULTS, read
-from scores import Finalist, Measure, at, axis_of, end, finalists, labels, mean, strata
+from scores import Finalist, Measure, at, axis_of, end, finalists, held_out, labels, mean, strata
 
 from troll.report.data import Missing
 from troll.report.style import save, style
@@ -33,7 +33,7 @@ PAGE = HERE.parents[1] / "docs" / "does-it-help.md"
 FRESH = {"regions": "final", "stories": "stories-final", "code": "code-final", "gsm8k": "gsm8k-final"}
 """Study → the one with fresh seeds, by which it is judged."""
 TASKS = {"regions": "sorting", "stories": "stories", "code": "functions", "gsm8k": "word problems, 1.5 billion weights"}
-"""Study → what is learnt in it, in the table over all tasks."""
+"""Study → what is learnt in it."""
 OVERVIEW = "overview"
 CHOSEN_BY = {"stories": mean}
 """Study → the measure that chooses the rates, where it is not `end`: in the stories every arm ends at the top."""
@@ -118,11 +118,20 @@ def strata_by(lines: Sequence[Line], *axes: str) -> dict[str, list[Line]]:
 
 def sweep_tables(stored: Stored) -> str | None:
     """Every arm over the rates."""
+    return _sweep_by(stored, stored.chosen_by)
+
+
+def held_out_tables(stored: Stored) -> str | None:
+    """The same by the reward on held-out problems, if every run has one."""
+    return _sweep_by(stored, held_out) if all(held_out(line) is not None for line in stored.lines) else None
+
+
+def _sweep_by(stored: Stored, measure: Measure) -> str | None:
     sweep = stored.sweep
     if sweep is None:
         return None
     tasks = stored.tasks(sweep).items()
-    return tables.joined({task: tables.sweep_table(x, stored.arms, sweep, stored.chosen_by) for task, x in tasks})
+    return tables.joined({task: tables.sweep_table(x, stored.arms, sweep, measure) for task, x in tasks})
 
 
 def best_tables(stored: Stored) -> str:
@@ -229,6 +238,7 @@ class Entry:
 _REGIONS = Entry(
     {
         "sweep": sweep_tables,
+        "held-out": held_out_tables,
         "best": best_tables,
         "pairs": pairs_tables,
         "network": network_tables,
@@ -249,12 +259,12 @@ REGISTRY = {
 
 
 def overview(results: Path) -> dict[str, str]:
-    """The table over all tasks, by its name; none if there is only one task."""
+    """The table over all tasks that are judged on fresh seeds, by its name; none if there is only one."""
     stored = {task: Stored.read(results, study) for study, task in TASKS.items()}
     found = {
         ", ".join(filter(None, (task, name))): arms
         for task, x in stored.items()
-        if x.lines
+        if x.fresh
         for name, arms in x.finalists().items()
     }
     return {OVERVIEW: tables.joined({"": tables.overview_table(found)})} if len(found) > 1 else {}

@@ -42,6 +42,7 @@ AUTHORS, DEFAULT = "troll", "troll-0.2"
 """The arms with the authors' bound and with our default; all with our projection are named after the first."""
 _END = "Mean sampled reward over the last quarter of the rollouts (0 for those that a failed run did not make)"
 _WHOLE = "Mean sampled reward over the whole run"
+_SAID: dict[Measure, str] = {end: _END, mean: _WHOLE, held_out: "Last reward on held-out problems"}
 _PAIRED = (
     "paired by seed, or marked ° and not paired where the runs of a seed did not begin with the same rollout (another "
     "kernel, another size)"
@@ -84,7 +85,7 @@ def sweep_table(lines: Sequence[Line], arms: str, sweep: str, measure: Measure =
     return table(
         head,
         rows,
-        f"{_END if measure is end else _WHOLE} ± Student's 95 % interval, {_count(most)}. Bold: the best of the row. "
+        f"{_SAID[measure]} ± Student's 95 % interval, {_count(most)}. Bold: the best of the row. "
         "Last columns: how many values come near, and the factor between the largest and the smallest of them.",
     )
 
