@@ -280,9 +280,20 @@ def test_the_rules_on_the_page() -> None:
     assert f"It *rests* if {reward.STALLED} rollouts" in text
 
 
-def test_the_table_of_real_runs() -> None:
+def test_the_tables_of_real_runs() -> None:
     cases = importlib.import_module("explain_cases")
     rows = cases.table()
-    assert sum(int(row.split(" | ")[1]) for row in rows) == 353
     shown = EXPLAIN.partition("## Tried on real runs")[2]
-    assert re.findall(r"^\| (?!runs|---).*\|$", shown, flags=re.MULTILINE) == rows
+    body = re.findall(r"^\| (?!runs|reward at|---).*\|$", shown, flags=re.MULTILINE)
+    assert body == rows + cases.table_of_ends()
+    number = {row: int(row.split(" | ")[1]) for row in rows}
+    with_star = sum(n for row, n in number.items() if row.startswith("| *"))
+    well, between = (cases.by_end(star=True)[how] for how in ("well", "between"))
+    text = " ".join(shown.split())
+    for said in (
+        f"The {sum(number.values())} runs of `experiments/studies`",
+        f"of {with_star} runs whose settings",
+        f"{sum(map(bool, well))} of {len(well)} are warned, {sum(map(bool, well)) / len(well):.1%},".replace("%", " %"),
+        f"{sum(not names for names in between)} of {len(between)} hear no warning",
+    ):
+        assert said in text

@@ -6,12 +6,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from troll.explain import History, find
+from troll.explain import Finding, History, find
 
 RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "studies" / "results"
+WELL, BADLY = 0.8, 0.25
+"""Of the last three rewards: a run that ended well, and one that ended very badly."""
 UPDATES = 4
 SETTINGS: dict[str, Any] = {
     "trust_region": "troll",
@@ -56,6 +59,7 @@ def history(
     return History.of(lines(rewards, columns or {}, updates), evaluations, settings)
 
 
+@cache
 def stored() -> dict[str, list[tuple[dict[str, Any], History]]]:
     """The runs of the studies, by study and place without the seed: one line per rollout."""
     groups: dict[str, list[tuple[dict[str, Any], History]]] = {}
@@ -71,7 +75,7 @@ def stored() -> dict[str, list[tuple[dict[str, Any], History]]]:
 
 
 FIRST, LATER = r"(troll|troll-0\.2|clip|clip-higher|gspo|none)", r"(troll-1|troll-soft|troll-scaled|clip-0\.4)"
-KINDS = {  # rows of docs/explain.md, and what the groups of a row look like; * is for runs made after the rules
+KINDS = {  # rows of docs/explain.md, and what the groups of a row look like; * is for settings new since the rules
     "the final runs: TROLL, clip, clip-higher": r"final (troll|troll-0\.2|clip|clip-higher)",
     "the final runs: GSPO, none": r"final (gspo|none)",
     "rate 1e-5, every region": rf"regions {FIRST} 1e-5",
@@ -97,13 +101,44 @@ KINDS = {  # rows of docs/explain.md, and what the groups of a row look like; * 
     "* stories, TROLL": r"stories(-final)? troll.*",
     "* stories, clips, GSPO": r"stories(-final)? (clip.*|gspo).*",
     "* stories, none": r"stories(-final)? none.*",
-    "* one-line functions, TROLL": r"code .*",
+    "* functions, rates 1e-5 and 3e-5, TROLL": r"code troll.* (1e-5|3e-5)",
+    "* functions, rates 1e-5 and 3e-5, the others": r"code (?!troll).* (1e-5|3e-5)",
+    "* functions, rate 1e-4, TROLL": r"code troll.* 1e-4",
+    "* functions, rate 1e-4, the others": r"code (?!troll).* 1e-4",
+    "* functions, rate 3e-4, TROLL": r"code troll.* 3e-4",
+    "* functions, rate 3e-4, the others": r"code (?!troll).* 3e-4",
+    "* functions, the final runs": r"code-final .*",
+    "* word problems, 1.5 billion weights": r"gsm8k .*",
 }
 
 
 def later(group: str) -> bool:
-    """Whether its runs were made after the rules, so that no threshold was chosen on them."""
+    """Whether its settings were first run after the rules, so that no threshold was chosen on runs like it."""
     return any(kind.startswith("*") and re.fullmatch(pattern, group) for kind, pattern in KINDS.items())
+
+
+def end(run: Mapping[str, Any]) -> float:
+    """Mean of the last three rewards."""
+    return float(sum(run["rollouts"]["reward"][-3:]) / 3)
+
+
+def warnings(history: History) -> list[Finding]:
+    """What is found, notes aside."""
+    return [x for x in find(history) if x.level == "warning"]
+
+
+@cache
+def by_end(star: bool, studies: str = ".*") -> dict[str, list[list[str]]]:
+    """The warnings of each run, by how it ended, but of those with one update a rollout: theirs is about a setting."""
+    ended: dict[str, list[list[str]]] = {"well": [], "between": [], "badly": []}
+    for group, all_of in stored().items():
+        if later(group) != star or not re.fullmatch(studies, group.split()[0]):
+            continue
+        for run, history in all_of:
+            if history.setting("updates_per_generation") != 1:
+                how = "well" if end(run) >= WELL else "badly" if end(run) < BADLY else "between"
+                ended[how].append([x.name for x in warnings(history)])
+    return ended
 
 
 def table() -> list[str]:
@@ -111,8 +146,22 @@ def table() -> list[str]:
     rows = []
     for kind, pattern in KINDS.items():
         runs = [pair for group, all_of in stored().items() if re.fullmatch(pattern, group) for pair in all_of]
-        end = sum(sum(run["rollouts"]["reward"][-3:]) / 3 for run, _ in runs) / len(runs)
+        ends = sum(end(run) for run, _ in runs) / len(runs)
         count = Counter(x.name for _, history in runs for x in find(history))
         said = ", ".join(f"`{name}` {n}" for name, n in sorted(count.items(), key=lambda x: (-x[1], x[0])))
-        rows.append(f"| {kind} | {len(runs)} | {end:.2f} | {said or 'nothing'} |")
+        rows.append(f"| {kind} | {len(runs)} | {ends:.2f} | {said or 'nothing'} |")
+    return rows
+
+
+ENDS = {"well": f"above {WELL:g}", "between": "between", "badly": f"below {BADLY:g}"}
+COLUMNS = [(False, ".*"), (True, "(?!code|gsm8k).*"), (True, "code.*"), (True, "gsm8k"), (True, ".*")]
+
+
+def table_of_ends() -> list[str]:
+    """In how many runs there is a warning, by how they ended: those without a star, and those with, by task."""
+    rows = []
+    for how, words in ENDS.items():
+        warned = [by_end(star, studies)[how] for star, studies in COLUMNS]
+        cells = [f"{sum(map(bool, names))} of {len(names)}" if names else "–" for names in warned]
+        rows.append(f"| {words} | " + " | ".join(cells) + " |")
     return rows
