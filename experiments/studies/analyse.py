@@ -293,7 +293,10 @@ def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
     """The page with each table in its place; a place for a study without results stays as it is."""
-    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables} | {OVERVIEW, *whole.TABLES}
+    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables} | {
+        OVERVIEW,
+        *whole.TABLES,
+    }
     unknown = {name for _, name, _ in _BLOCK.findall(page)} - known
     if unknown:
         raise ValueError(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
