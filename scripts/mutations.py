@@ -100,6 +100,7 @@ MUTATIONS = [
     Mutation("one low rollout of two for a fall", "explain/learning.py", "SUDDEN_ROLLOUTS, np.max)", "SUDDEN_ROLLOUTS, np.min)"),
     Mutation("a wider bound whatever it is", "explain/region.py", "wider if bound < WIDE_BOUND else None", "wider"),
     Mutation("entropy of a solved task", "explain/learning.py", "& stalled(history) & ~near_top(history)", "& stalled(history)"),
+    Mutation("solved, whatever is left", "explain/learning.py", "& (left > LEFT)", "& (left > 1)"),
     Mutation("one rollout enough for a warning", "explain/history.py", "np.min) == 1.0", "np.max) == 1.0"),
     Mutation("a warning every time", "explain/rules.py", "self._known.add(finding.name)", "pass"),
 ]  # fmt: skip

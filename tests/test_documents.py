@@ -271,6 +271,7 @@ def test_the_rules_on_the_page() -> None:
         "kept_mass": (region.KEPT_MASS_FLOOR, region.KEPT_MASS_BUCKET, region.ROLLOUTS),
         "held_out_gap": (learning.HELD_OUT, learning.HELD_OUT_TIMES),
         "gradient_spikes": (upkeep.SPIKE, upkeep.SPIKES, upkeep.SPIKE_ROLLOUTS),
+        "settled": (learning.LEFT,),
         "idle": (region.IDLE_ROLLOUTS,),
     }.items():
         assert {f"{x:g}" for x in thresholds} <= set(re.findall(r"\d[\d.]*\d|\d", rows[name])), name

@@ -25,10 +25,14 @@ ENTROPY_LEFT = 0.1
 """Of the first rollout's. Good runs get below it as well, by reward near the top: the reward decides."""
 SAME_REWARD = 0.9
 """Share of groups whose completions all have the same reward: one group in ten teaches."""
+LEFT = 0.03
+"""Share of groups that are alike and below 1, above which nothing is called solved: one in thirty. Below are rounding
+and the odd problem. It is a lower bound by arithmetic, no guess at what comes."""
 FLAT_ROLLOUTS = 10
 """Before a reward that has not risen is called flat. The slowest good runs show theirs after four."""
 HELD_OUT, HELD_OUT_TIMES = 0.75, 2
 """Share of the sampled reward, on as many evaluations in a row: one alone has the noise of its problems."""
+LARGER = "a larger group is less often all alike"
 
 
 def reward_collapse(history: History) -> Finding | None:
@@ -95,7 +99,7 @@ def entropy_collapse(history: History) -> Finding | None:
 
 def no_signal(history: History) -> Finding | None:
     """frac_reward_zero_std > ``SAME_REWARD`` on ``SMOOTH`` rollouts, with a reward that is not near the top."""
-    larger = larger_groups(history, "a larger group is less often all alike")
+    larger = larger_groups(history, LARGER)
     easier = Change("", "easier problems, or a larger model: `troll eval` gives pass@8 before you train")
     means = "Such groups have no advantage, so that nearly nothing is learnt"
     holds, spoilt = _alike(history) & ~near_top(history), _if_spoilt(history)
@@ -103,11 +107,35 @@ def no_signal(history: History) -> Finding | None:
     return found(history, "no_signal", holds, _alike_seen(history), means, changes, SMOOTH)
 
 
+def settled(history: History) -> Finding | None:
+    """The same with a reward near the top, where more than ``LEFT`` of the groups are alike and below 1."""
+    left, alike = _left(history), _alike_seen(history)
+    return found(
+        history,
+        "settled",
+        _alike(history) & near_top(history) & (left > LEFT),
+        # A lower bound is rounded down; 0.95 − 0.9 is 5 %.
+        lambda i: (
+            f"{alike(i)}, so in at least {math.floor(100 * left[i] + 1e-9)}\N{NO-BREAK SPACE}% of the groups all are "
+            f"below 1, if no reward is negative"
+        ),
+        "Nearly nothing more is learnt, and not all problems are solved: those groups fall short every time",
+        [
+            larger_groups(history, LARGER),
+            slower(history, "the policy settled before it had found the rest", 1 / 3),
+            Change("--entropy_coef 0.01", "rewards variety"),
+            Change("", "`troll eval` gives pass@8: whether more samples find what is missing"),
+        ],
+        SMOOTH,
+        NOTE,
+    )
+
+
 def solved(history: History) -> Finding | None:
-    """The same with a reward near the top: nearly all answers are right."""
+    """The same where no more than ``LEFT`` are known to be: nearly all answers are right."""
     means = "The training problems are solved, and nearly nothing is left to learn from them"
     harder = Change("", "harder problems, or an end here: `troll eval` says what was gained")
-    holds = _alike(history) & near_top(history)
+    holds = _alike(history) & near_top(history) & (_left(history) <= LEFT)
     return found(history, "solved", holds, _alike_seen(history), means, [harder], SMOOTH, NOTE)
 
 
@@ -115,8 +143,21 @@ def _alike(history: History) -> Mask:
     return throughout(history.first("frac_reward_zero_std") > SAME_REWARD, SMOOTH)
 
 
+def _same(history: History) -> Array:
+    return trailing(history.first("frac_reward_zero_std"), SMOOTH)
+
+
+def _left(history: History) -> Array:
+    """At least this share of the groups of ``SMOOTH`` rollouts is alike and below 1, if no reward is negative [R].
+
+    The mean reward is no less than the share of groups whose rewards are all 1 or more: the alike ones beyond it are
+    below.
+    """
+    return _same(history) - smoothed(history)
+
+
 def _alike_seen(history: History) -> Callable[[int], str]:
-    same, now = history.first("frac_reward_zero_std"), smoothed(history)
+    same, now = _same(history), smoothed(history)
     return lambda i: (
         f"in {percent(same[i])} of the groups all completions have the same reward; the mean is {score(now[i])}"
     )

@@ -14,7 +14,8 @@ RULES: tuple[Callable[[History], Finding | None], ...] = (
     *(upkeep.skipped, upkeep.unscored, upkeep.infra, upkeep.unconverged),
     *(region.one_update, learning.reward_collapse, learning.no_signal, learning.flat, upkeep.cut, upkeep.sampler),
     *(region.projected, region.far, learning.entropy_collapse, region.regression, region.clipped),
-    *(region.kept_mass, region.lost_mass, learning.held_out_gap, upkeep.spikes, learning.solved, region.idle),
+    *(region.kept_mass, region.lost_mass, learning.held_out_gap, upkeep.spikes),
+    *(learning.settled, learning.solved, region.idle),
 )
 """Broken parts, then what keeps a run from learning, then what slows it down; within each as docs/settings.md."""
 
