@@ -129,6 +129,10 @@ SPOKEN = [
          NOT_RISEN, ["--learning_rate 3e-05"]),
     Case("flat", made(FLAT, troll__kl_before__p99=1.1), 1, 40,
          NOT_RISEN, [SLOWEST]),
+    Case("flat", made(FLAT, troll__kl_before__p99=0.03, settings={"kl_bound": 0.2}), 1, 40,
+         NOT_RISEN, ["--learning_rate 3e-05"]),
+    Case("flat", made(FLAT, troll__kl_before__p99=0.03, settings={"kl_bound": 0.2, **CLIP}), 1, 40,
+         NOT_RISEN, ["--num_generations 16"]),  # a clip has the setting and not the bound
     Case("held_out_gap", made([0.8] * 8, held_out=[(0, 0.3), (16, 0.55), (32, 0.5)]), 29, 32,
          "held-out reward 0.500, sampled reward 0.800", ["--beta 0.01"]),
     Case("cut_completions", made(completions__clipped_ratio=0.31), 1, 12,

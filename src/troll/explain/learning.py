@@ -28,6 +28,8 @@ SAME_REWARD = 0.9
 LEFT = 0.03
 """Share of groups that are alike and below 1, above which nothing is called solved: one in thirty. Below are rounding
 and the odd problem. It is a lower bound by arithmetic, no guess at what comes."""
+NO_BOUND = 0.05
+"""In place of the bound in runs without one, a clip's too: a fifth of it is hardly a move, twenty times it is far."""
 FLAT_ROLLOUTS = 10
 """Before a reward that has not risen is called flat. The slowest good runs show theirs after four."""
 HELD_OUT, HELD_OUT_TIMES = 0.75, 2
@@ -198,7 +200,7 @@ def _instead_of_flat(history: History) -> list[Change | None]:
     """By how far the network moved: too little, too much, or neither."""
     reach = history.last("troll/kl_before/p99")
     reach = reach[np.isfinite(reach)]
-    bound = history.setting("kl_bound") or 0.05
+    bound = (history.setting("kl_bound") if history.region == "troll" else None) or NO_BOUND
     typical = float(np.median(reach)) if reach.size else math.nan
     easier = Change("", "easier problems, or a larger model: `troll eval` gives pass@8 before you train")
     spoilt = _if_spoilt(history)
