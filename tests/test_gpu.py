@@ -43,7 +43,10 @@ def test_loss_and_gradient(tail: str, ratio_level: str) -> None:
         policy = troll.sparsify(old.to(device), sampled.to(device))
         proposal = troll.restrict(x, policy) if tail == "bucket" else troll.sparsify(x, sampled.to(device))
         loss, metrics = troll.troll_loss(
-            proposal, policy, advantages.to(device), mask.to(device), tail=tail, ratio_level=ratio_level
+            *(proposal, policy, advantages.to(device), mask.to(device)),
+            kl_bound=0.05,
+            tail=tail,
+            ratio_level=ratio_level,
         )
         loss.backward()
         return loss.cpu(), x.grad.cpu(), {k: v.cpu() for k, v in metrics.items()}

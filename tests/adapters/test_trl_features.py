@@ -641,7 +641,7 @@ def test_the_loss_of_an_update_is_the_one_of_the_library(tmp_path: Path, tail: s
         if tail == "bucket"
         else sparsify(logits, batch["completion_ids"], loss_mask=mask)
     )
-    expected, metrics = troll_loss(proposal, old, batch["advantages"], mask, tail=tail)
+    expected, metrics = troll_loss(proposal, old, batch["advantages"], mask, kl_bound=run.args.kl_bound, tail=tail)
     grads = torch.autograd.grad(expected, list(run.model.parameters()))
     assert metrics["ratio/max"] > 1.2
     assert metrics["projected_fraction"] > 0.5

@@ -42,8 +42,11 @@ def lower_case(completions: list[Any], **_: Any) -> list[float]:
     return [sum(c.islower() for c in text_of(completion)) / 8 for completion in completions]
 
 
+REGION: dict[str, Any] = {"kl_bound": 0.05, "updates_per_generation": 4}  # so that many tokens leave it
+
+
 def config(folder: Path, **changes: Any) -> TROLLConfig:
-    return TROLLConfig(str(folder), **{**DEFAULTS, "updates_per_generation": 4, "max_steps": 4, **changes})
+    return TROLLConfig(str(folder), **{**DEFAULTS, **REGION, "max_steps": 4, **changes})
 
 
 def trainer(folder: Path, kind: str = "dense", **changes: Any) -> TROLLTrainer:

@@ -26,7 +26,7 @@ FLAGS = (
     *("--max_steps", str(MAX_STEPS), "--updates_per_generation", str(UPDATES), "--num_generations", "4"),
     *("--per_device_train_batch_size", str(ROWS), "--gradient_accumulation_steps", "1"),
     *("--held_out_size", str(HELD_OUT), "--eval_steps", str(EVAL_STEPS), "--max_completion_length", "4"),
-    *("--learning_rate", "1e-2", "--write_report", "false"),
+    *("--learning_rate", "1e-2", "--kl_bound", "0.05", "--write_report", "false"),
 )
 REWARDS = '''\
 import os, signal, time

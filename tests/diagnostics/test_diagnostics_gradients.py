@@ -128,7 +128,7 @@ def test_dropped_tokens_have_the_sum_of_their_gradients(tail):
 @given(st.integers(0, 10**6), st.sampled_from([0.1, 0.5, 1.5]))
 def test_the_clip_keeps_all_of_a_token_or_nothing(seed, distance):
     _, proposal, old, advantages, mask = random_pair(seed, distance=distance)
-    found = compare_gradients(proposal, old, advantages, mask)
+    found = compare_gradients(proposal, old, advantages, mask, kl_bound=EPS)
     whole = found.clip.norm > 0
     torch.testing.assert_close(found.clip.norm + found.clip.removed, found.unconstrained, rtol=1e-12, atol=0)
     assert bool(((found.clip.norm == 0) | (found.clip.removed == 0)).all())
@@ -153,7 +153,7 @@ def test_two_tokens_learn_through_the_regression_alone():
     old_logits, logits = torch.tensor([[[0.0, 0.0]]]).double(), torch.tensor([[[2.0, 0.0]]]).double()
     sampled, mask = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
     old, proposal = sparsify(old_logits, sampled), sparsify(logits, sampled)
-    found = compare_gradients(proposal, old, torch.ones(1, 1), mask)
+    found = compare_gradients(proposal, old, torch.ones(1, 1), mask, kl_bound=EPS)
     assert float(found.troll_ratio.norm) < 1e-12
     assert float(found.troll.norm) > 0.01
     assert float(found.troll.cosine) == pytest.approx(-1)  # back towards the old policy
@@ -162,22 +162,22 @@ def test_two_tokens_learn_through_the_regression_alone():
 
 def test_weights_and_aggregation_reach_the_losses():
     _, proposal, old, advantages, mask = random_pair(5)
-    once = compare_gradients(proposal, old, advantages, mask)
-    twice = compare_gradients(proposal, old, advantages, mask, importance_weights=torch.full((3,), 2.0))
+    once = compare_gradients(proposal, old, advantages, mask, kl_bound=EPS)
+    twice = compare_gradients(proposal, old, advantages, mask, kl_bound=EPS, importance_weights=torch.full((3,), 2.0))
     torch.testing.assert_close(twice.clip.norm, 2 * once.clip.norm, **CLOSE)
-    by_length = compare_gradients(proposal, old, advantages, mask, aggregation="constant", max_length=10)
+    by_length = compare_gradients(proposal, old, advantages, mask, kl_bound=EPS, aggregation="constant", max_length=10)
     n = int(mask.sum())
     torch.testing.assert_close(by_length.unconstrained, once.unconstrained * n / (3 * 10), **CLOSE)
 
 
 def test_nothing_is_left_behind():
     logits, proposal, old, advantages, mask = random_pair(6)
-    compare_gradients(proposal, old, advantages, mask)
+    compare_gradients(proposal, old, advantages, mask, kl_bound=EPS)
     assert logits.grad is None
     assert proposal.log_probs.requires_grad
     leaf = proposal.detach()
     with torch.no_grad():
-        compare_gradients(leaf, old, advantages, mask)
+        compare_gradients(leaf, old, advantages, mask, kl_bound=EPS)
     assert not leaf.log_probs.requires_grad
     assert not leaf.log_tail.requires_grad
 
@@ -189,8 +189,8 @@ def test_single_precision_says_the_same():
         SparsePolicy(x.token_ids, x.log_probs.detach().float(), x.log_tail.detach().float(), x.vocab_size)
         for x in (proposal, old)
     ]
-    found = compare_gradients(*narrow, advantages.float(), mask)
-    expected = compare_gradients(proposal, old, advantages, mask)
+    found = compare_gradients(*narrow, advantages.float(), mask, kl_bound=EPS)
+    expected = compare_gradients(proposal, old, advantages, mask, kl_bound=EPS)
     for name in ("clip", "troll_ratio", "troll"):
         for field in ("norm", "removed", "cosine"):
             wide, single = getattr(getattr(expected, name), field), getattr(getattr(found, name), field)
@@ -199,7 +199,7 @@ def test_single_precision_says_the_same():
 
 def test_without_advantages_there_is_no_gradient_to_compare():
     _, proposal, old, advantages, mask = random_pair(7)
-    found = compare_gradients(proposal, old, 0 * advantages, mask)
+    found = compare_gradients(proposal, old, 0 * advantages, mask, kl_bound=EPS)
     assert math.isnan(found.clip.total_norm)
     assert math.isnan(found.clip.silent)
     assert float(found.troll.norm.sum()) > 0  # the regression needs none

@@ -448,12 +448,12 @@ def test_the_loss_and_its_metrics(tail: str) -> None:
     results = []
     for impl in ("triton", "reference"):
         proposal = leaf(SparsePolicy.trusted(*grid[0], 12, 1.0))
-        options: dict[str, Any] = {"tail": tail, "max_lost_mass": 1.0, "impl": impl}
-        loss, metrics = troll_loss(proposal, SparsePolicy.trusted(*grid[1], 12, 1.0), advantages, mask, **options)
+        options: dict[str, Any] = {"tail": tail, "impl": impl}
+        before = SparsePolicy.trusted(*grid[1], 12, 1.0)
+        loss, metrics = troll_loss(proposal, before, advantages, mask, kl_bound=0.05, max_lost_mass=1.0, **options)
         loss.backward()
         results.append((loss.detach(), proposal.log_probs.grad, metrics))
-        del options["max_lost_mass"]
-        _, clipped = clip_loss(proposal, SparsePolicy.trusted(*grid[1], 12, 1.0), advantages, mask, **options)
+        _, clipped = clip_loss(proposal, before, advantages, mask, **options)
         results[-1][2]["clip/kl"] = clipped["kl_before/mean"]
     (loss, grad, metrics), (expected, expected_grad, expected_metrics) = results
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -473,8 +473,8 @@ def test_a_compiled_loss_is_the_loss() -> None:
         before = SparsePolicy.trusted(
             old.token_ids.view(2, 4, -1), old.log_probs.view(2, 4, -1), old.log_tail.view(2, 4), 12, 1.0
         )
-        mask = torch.ones(2, 4)
-        return troll_loss(proposal, before, torch.ones(2, dtype=F64), mask, on_invalid="mask", max_lost_mass=1.0)[0]
+        options: dict[str, Any] = {"kl_bound": 0.05, "on_invalid": "mask", "max_lost_mass": 1.0}
+        return troll_loss(proposal, before, torch.ones(2, dtype=F64), torch.ones(2, 4), **options)[0]
 
     x = logits.clone().requires_grad_()
     (compiled,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), x)

@@ -297,11 +297,12 @@ def test_fused_loss(tail: str, dtype: torch.dtype, way: str, monkeypatch: pytest
     for impl in ("triton", "reference"):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         head = troll.Head(leaves[1], impl=impl)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"kl_bound": 0.05, "tail": tail}
         if impl == "triton":
-            loss, metrics = troll.fused_troll_loss(leaves[0], head, old, advantages, mask, tail=tail)  # type: ignore[arg-type]
+            loss, metrics = troll.fused_troll_loss(leaves[0], head, old, advantages, mask, **options)
         else:
             scored = head.restrict(leaves[0], old) if tail == "bucket" else head.sparsify(leaves[0], sampled)
-            loss, metrics = troll.troll_loss(scored.policy, old, advantages, mask, tail=tail, impl=impl)  # type: ignore[arg-type]
+            loss, metrics = troll.troll_loss(scored.policy, old, advantages, mask, impl=impl, **options)  # type: ignore[arg-type]
         loss.backward()
         found.append((loss.detach(), metrics, [x.grad for x in leaves]))
     (loss, metrics, gradients), (expected, their_metrics, their_gradients) = found
@@ -321,7 +322,7 @@ def test_the_fused_loss_twice_has_the_same_bits_and_a_factor_of_one_costs_no_bit
     runs = []
     for factor in (None, 1.0):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        loss, _ = troll.fused_troll_loss(leaves[0], troll.Head(leaves[1]), old, advantages, mask)
+        loss, _ = troll.fused_troll_loss(leaves[0], troll.Head(leaves[1]), old, advantages, mask, kl_bound=0.05)
         (loss if factor is None else loss * factor).backward()
         runs.append((loss.detach(), *(x.grad for x in leaves)))
     assert all_same_bits(*runs)

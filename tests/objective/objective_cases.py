@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from troll import restrict, sparsify
+from troll import restrict, sparsify, troll_loss
 from troll.policy import SparsePolicy
 
 LN_FLOOR = math.log(1e-12)
+BOUND = 0.05
+"""Of the losses and of the reference here, unless a test gives another: what is by hand is by this one."""
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -67,8 +69,14 @@ def policies(case, logits=None, *, tail="floor", K=None, delta=0.0, temperature=
     return sparsify(logits, case.sampled, K, delta, temperature=temperature, **options), old
 
 
+def bounded(loss_function):
+    """The option that ``troll_loss`` alone has."""
+    return {"kl_bound": BOUND} if loss_function is troll_loss else {}
+
+
 def evaluate(loss_function, case, *, tail="floor", K=None, delta=0.0, temperature=1.0, on_invalid="raise", **options):
     """Loss, gradient on the logits, metrics."""
+    options = {**bounded(loss_function), **options}
     logits = case.leaf()
     proposal, old = policies(case, logits, tail=tail, K=K, delta=delta, temperature=temperature, on_invalid=on_invalid)
     loss, metrics = loss_function(
@@ -188,7 +196,7 @@ def reference_troll(
     anchor,
     case,
     *,
-    bound=0.05,
+    bound=BOUND,
     alpha=1.0,
     tail="floor",
     K=None,

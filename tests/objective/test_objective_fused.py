@@ -24,7 +24,8 @@ TAILS = ["floor", "bucket"]
 WAYS = ["whole", "chunks", "recompute"]
 RULES = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
-SUPPORT = {"max_support": K, "tail_mass": 1e-3}
+BOUND = 0.05
+GIVEN = {"max_support": K, "tail_mass": 1e-3, "kl_bound": BOUND}
 
 
 def interpreted(test: Any) -> Any:
@@ -80,7 +81,8 @@ def composed(
             hidden, case.old.sampled.clamp(min=0), K, 1e-3, temperature=case.old.temperature, loss_mask=mask
         )
     advantages = case.advantages if advantages is None else advantages
-    loss, metrics = troll_loss(scored.policy, case.old, advantages, mask, tail=tail, impl="reference", **options)
+    options = {"kl_bound": BOUND, "tail": tail, "impl": "reference", **options}
+    loss, metrics = troll_loss(scored.policy, case.old, advantages, mask, **options)
     exact = torch.where(mask.bool(), scored.entropy, 0.0).sum() / mask.sum().clamp(min=1)
     return Outcome(loss.detach(), torch.autograd.grad(loss, case.leaves), {**metrics, "entropy": exact.detach()})
 
@@ -105,7 +107,7 @@ def fused(
         if way is not None:
             patch.setattr(head_module, "plan", planned)
         loss, metrics = fused_troll_loss(
-            case.leaves[0], case.head(impl), case.old, advantages, mask, tail=tail, **{**SUPPORT, **options}
+            case.leaves[0], case.head(impl), case.old, advantages, mask, tail=tail, **{**GIVEN, **options}
         )
     return Outcome(loss.detach(), torch.autograd.grad(loss, case.leaves), metrics)
 
@@ -144,7 +146,7 @@ def test_the_entropy_is_exact_where_troll_loss_has_a_lower_bound(tail: str) -> N
     case = make()
     head, hidden = case.head("reference"), case.leaves[0]
     scored = head.restrict(hidden, case.old) if tail == "bucket" else head.sparsify(hidden, case.old.sampled, K, 1e-3)
-    _, bound = troll_loss(scored.policy, case.old, case.advantages, MASK, tail=tail)
+    _, bound = troll_loss(scored.policy, case.old, case.advantages, MASK, kl_bound=BOUND, tail=tail)
     log_p = (hidden @ case.leaves[1].T + case.leaves[2]).log_softmax(-1)
     exact = -(log_p.exp() * log_p).sum(-1)[MASK].mean()
     found = fused(case, tail=tail).metrics["entropy"]
@@ -207,7 +209,7 @@ def test_masks(tail: str, mask: Tensor) -> None:
 def test_a_support_of_the_proposal_of_another_size() -> None:
     case = make()
     policy, _ = case.head("reference").sparsify(case.leaves[0], case.old.sampled, 5, 0.1)
-    loss, metrics = troll_loss(policy, case.old, case.advantages, MASK, impl="reference")
+    loss, metrics = troll_loss(policy, case.old, case.advantages, MASK, kl_bound=BOUND, impl="reference")
     ours = fused(case, max_support=5, tail_mass=0.1)
     torch.testing.assert_close(ours.loss, loss.detach(), rtol=1e-11, atol=1e-11)
     assert ours.metrics["support_size/proposal"] == metrics["support_size/proposal"] < 6
@@ -229,7 +231,7 @@ def test_ratios_are_cut_off_where_troll_loss_cuts_them_off(tail: str) -> None:
 def test_a_factor_of_the_loss(factor: float) -> None:
     case = make()
     plain = fused(case)
-    loss, _ = fused_troll_loss(case.leaves[0], case.head(), case.old, case.advantages, MASK, **SUPPORT)
+    loss, _ = fused_troll_loss(case.leaves[0], case.head(), case.old, case.advantages, MASK, **GIVEN)
     for a, b in zip(torch.autograd.grad(loss * factor, case.leaves), plain.gradients, strict=True):
         torch.testing.assert_close(a, factor * b, rtol=1e-12, atol=1e-15)
 
@@ -246,7 +248,7 @@ def test_micro_batches_add_up_with_the_total_of_the_batch() -> None:
             case.advantages[i : i + 1],
             MASK[i : i + 1],
             total=MASK.sum(),
-            **SUPPORT,
+            **GIVEN,
         )
         parts.append(loss)
     total = torch.stack(parts).sum()
@@ -258,7 +260,7 @@ def test_micro_batches_add_up_with_the_total_of_the_batch() -> None:
 def test_without_gradients() -> None:
     case = make()
     with torch.no_grad():
-        loss, metrics = fused_troll_loss(case.leaves[0], case.head(), case.old, case.advantages, MASK, **SUPPORT)
+        loss, metrics = fused_troll_loss(case.leaves[0], case.head(), case.old, case.advantages, MASK, **GIVEN)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, fused(case).loss, rtol=1e-13, atol=0)
     assert metrics["projected_fraction"] == fused(case).metrics["projected_fraction"]
@@ -345,7 +347,7 @@ def call(case: Case, impl: str = "torch", **changes: Any) -> None:
         "old": case.old,
         "advantages": case.advantages,
         "loss_mask": MASK,
-        **SUPPORT,
+        **GIVEN,
     }
     fused_troll_loss(**{**given, **changes})
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_cases import Case, evaluate, make_case
+from objective_cases import Case, bounded, evaluate, make_case
 
 from troll import clip_loss, restrict, sparsify, troll_loss, unconstrained_loss
 
@@ -72,7 +72,7 @@ def test_the_mask_of_the_loss_alone_is_enough(loss_function, tail):
     old = sparsify(everything.old_logits, case.sampled, 4)
     proposal = restrict(logits, old) if tail == "bucket" else sparsify(logits, case.sampled, 4)
     advantages = case.advantages.masked_fill(~case.mask, NAN)
-    loss, metrics = loss_function(proposal, old, advantages, case.mask, tail=tail)
+    loss, metrics = loss_function(proposal, old, advantages, case.mask, tail=tail, **bounded(loss_function))
     assert_same(
         (loss.detach(), torch.autograd.grad(loss, logits)[0], metrics),
         evaluate(loss_function, case, tail=tail, K=4, delta=1e-5),

@@ -119,7 +119,7 @@ def test_troll_by_hand():
         "mix": (1 + 1 + mix) / 3,
         "unconverged_tokens": 0,
     }
-    metrics = run(troll_loss)
+    metrics = run(troll_loss, kl_bound=0.05)
     steps = {name: metrics.pop(name) for name in ("solver_steps/mean", "solver_steps/max")}
     assert metrics == pytest.approx(expected, rel=1e-12, abs=1e-14)
     # One active token: mean and maximum are its own steps, three to five by the derivation of the solver.
@@ -130,14 +130,14 @@ def test_troll_by_hand():
 def test_solver_steps_are_of_active_tokens():
     case = make_case(distance=0.6)
     proposal, old = policies(case)
-    _, metrics = troll_loss(proposal, old, case.advantages, case.mask)
+    _, metrics = troll_loss(proposal, old, case.advantages, case.mask, kl_bound=0.05)
     projection = project(*align(proposal, old), 0.05)
     steps = projection.iterations[projection.active & case.mask]
     assert 1 < len(steps) < case.mask.sum()
     assert len(set(steps.tolist())) > 1
     assert metrics["solver_steps/mean"].item() == pytest.approx(steps.double().mean().item(), rel=1e-14)
     assert metrics["solver_steps/max"] == steps.max()
-    _, bracketing = troll_loss(proposal, old, case.advantages, case.mask, solver="bracketing")
+    _, bracketing = troll_loss(proposal, old, case.advantages, case.mask, kl_bound=0.05, solver="bracketing")
     assert bracketing["solver_steps/max"] > metrics["solver_steps/max"]  # another solver, other steps
 
 

@@ -94,7 +94,7 @@ def chance(logits):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rewarded_tokens_gain_and_punished_ones_lose(tail, level):
     good, bad = chance(rollout()[0])
-    logits, history = train(troll_loss, 8, tail=tail, ratio_level=level)
+    logits, history = train(troll_loss, 8, tail=tail, ratio_level=level, kl_bound=0.05)
     new_good, new_bad = chance(logits)
     assert bool((new_good > good).all())
     assert bool((new_bad < bad).all())
@@ -107,7 +107,7 @@ def test_rewarded_tokens_gain_and_punished_ones_lose(tail, level):
 def test_the_trust_region_holds_where_nothing_else_does():
     """Sixty updates on one rollout. TROLL stays near its bound; without one the policy runs away."""
     old_logits = rollout()[0]
-    logits, history = train(troll_loss, 60)
+    logits, history = train(troll_loss, 60, kl_bound=0.05)
     held = token_kl(logits.log_softmax(-1), old_logits.log_softmax(-1))
     free, _ = train(unconstrained_loss, 60)
     lost = token_kl(free.log_softmax(-1), old_logits.log_softmax(-1))
@@ -126,7 +126,7 @@ def test_without_advantages_a_policy_outside_comes_back_to_the_region():
     optimizer = torch.optim.SGD([logits], lr=30.0)  # a mean over thirty tokens: a step of one for each
     before, after = None, None
     for step in range(200):
-        loss, metrics = troll_loss(sparsify(logits, sampled, 8, 0.0), old, 0 * advantages, mask)
+        loss, metrics = troll_loss(sparsify(logits, sampled, 8, 0.0), old, 0 * advantages, mask, kl_bound=0.05)
         before = metrics if step == 0 else before
         optimizer.zero_grad()
         loss.backward()

@@ -77,11 +77,12 @@ def told(*argv: str, **facts: Any) -> dict[str, str]:
 
 
 AUTHORS = (
+    *("--kl_bound", "0.05"),
     *("--nodes", "2", "--gpus_per_node", "4", "--per_device_train_batch_size", "4"),
     *("--gradient_accumulation_steps", "8", "--updates_per_generation", "8", "--num_generations", "8"),
     *("--max_steps", "800", "--max_completion_length", "4096", "--eval_steps", "80", "--save_steps", "160"),
 )
-"""Settings of the authors: 256 prompts of 8 samples per rollout, updates on 32 prompts."""
+"""Settings of the authors: KL ≤ 0.05, 256 prompts of 8 samples per rollout, updates on 32 prompts."""
 
 EXPECTED = {
     "hydra.searchpath": "[pkg://troll.adapters.verl.configs]",
