@@ -6,9 +6,9 @@ from __future__ import annotations
 class InputError(ValueError):
     """Input that cannot be used as it is.
 
-    >>> raise InputError("kl_bound=-1", "a number ≥ 0", "0.05, the default")
+    >>> raise InputError("kl_bound=-1", "a number ≥ 0", "0.2, the default")
     Traceback (most recent call last):
-    troll.errors.InputError: given: kl_bound=-1; expected: a number ≥ 0; try: 0.05, the default
+    troll.errors.InputError: given: kl_bound=-1; expected: a number ≥ 0; try: 0.2, the default
     """
 
     def __init__(self, given: str, expected: str, hint: str) -> None:

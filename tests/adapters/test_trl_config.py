@@ -276,7 +276,7 @@ def test_a_command_line_sets_every_field(tmp_path: Path) -> None:
     line = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False"]
     (defaults,) = TrlParser(TROLLConfig).parse_args_and_config(args=line)
     assert isinstance(defaults, TROLLConfig)
-    assert (defaults.kl_bound, defaults.updates_per_generation, defaults.tail) == (0.05, 8, "bucket")
+    assert (defaults.kl_bound, defaults.updates_per_generation, defaults.tail) == (0.2, 8, "bucket")
     for name, value in FLAGS.items():
         line += [f"--{name}", str(value)]
     (args,) = TrlParser(TROLLConfig).parse_args_and_config(args=line)
@@ -465,7 +465,7 @@ def test_without_args_the_defaults_are_taken_and_the_folder_is_called_after_the_
     run = TROLLTrainer(name if as_name else model, lower_case, train_dataset=prompts(), processing_class=processing)
     assert isinstance(run.args, TROLLConfig)
     assert run.args.output_dir == "tiny-TROLL"
-    assert (run.args.trust_region, run.args.kl_bound, run.args.updates_per_generation) == ("troll", 0.05, 8)
+    assert (run.args.trust_region, run.args.kl_bound, run.args.updates_per_generation) == ("troll", 0.2, 8)
 
 
 def test_args_and_data_may_be_passed_by_position_as_to_TRL(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "trl"
 DOC = (ROOT / "docs" / "trl.md").read_text()
 README = (EXAMPLES / "README.md").read_text()
-BOUND = 0.05 * (1 + 1e-5)
+AUTHORS, DEFAULT = 0.05, 0.2
+"""Bounds: of the programs with the authors' settings, and of those that say nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,15 +75,15 @@ def saved(folder: Path) -> list[dict[str, float]]:
     return [entry for entry in history if "loss" in entry]
 
 
-def assert_bound_acts_and_holds(history: list[dict[str, float]]) -> None:
+def assert_bound_acts_and_holds(history: list[dict[str, float]], bound: float = AUTHORS) -> None:
     """Sixteen updates, eight on each of two rollouts."""
     assert len(history) == 16
     for first in (history[0], history[8]):  # made by the policy that generated
         assert first["reward_std"] > 0
         assert first["troll/kl_before/max"] < 1e-9
-    assert max(entry["troll/kl_before/max"] for entry in history) > 2 * BOUND
+    assert max(entry["troll/kl_before/max"] for entry in history) > 2 * bound
     assert max(entry["troll/projected_fraction"] for entry in history) > 0.5
-    assert 0.049 < max(entry["troll/kl_after/max"] for entry in history) <= BOUND
+    assert 0.98 * bound < max(entry["troll/kl_after/max"] for entry in history) <= bound * (1 + 1e-5)
 
 
 def moved(folder: Path) -> float:
@@ -118,7 +119,7 @@ def test_the_diff_changes_two_words() -> None:
 
 def test_the_program_runs_with_the_two_words(tmp_path: Path) -> None:
     history = printed(run(EXAMPLES / "minimal.py", "--tiny", "--output_dir", "out", folder=tmp_path))
-    assert_bound_acts_and_holds(history)
+    assert_bound_acts_and_holds(history, DEFAULT)
     assert moved(tmp_path / "out") > 1e-2
 
 
@@ -377,8 +378,8 @@ def test_the_first_program_of_the_page_trains(tmp_path: Path, monkeypatch: pytes
     names: dict[str, Any] = {"reward": trl_cases.lower_case, "prompts": trl_cases.prompts()}
     exec(first.replace("Qwen/Qwen2.5-1.5B-Instruct", "model"), names)
     history = names["trainer"].state.log_history
-    assert [entry["troll/kl_after/max"] <= BOUND for entry in history if "loss" in entry] == [True] * 3
-    assert history[2]["troll/kl_before/max"] > BOUND
+    assert [entry["troll/kl_after/max"] <= DEFAULT * (1 + 1e-5) for entry in history if "loss" in entry] == [True] * 3
+    assert history[2]["troll/kl_before/max"] > DEFAULT * (1 + 1e-5)
 
 
 def test_every_command_that_is_shown_names_a_program_and_flags_that_exist() -> None:

@@ -72,10 +72,10 @@ def test_a_comparison_interrupted_continued_broken_and_mended(tmp_path, capsys):
     found = json.loads((folder / "comparison.json").read_text())
     assert found == json.loads(json.dumps(conclude(folder)))
     assert (found["missing"], found["jobs"]) == ([], 2)
-    assert [arm["label"] for arm in found["arms"]] == ["TROLL, KL ≤ 0.05", "no trust region"]
+    assert [arm["label"] for arm in found["arms"]] == ["TROLL, KL ≤ 0.2", "no trust region"]
     assert "TROLL against no trust region\n  held-out reward, end: no verdict (" in out
     assert f"Report: {folder / 'report.html'}" in out
-    assert "TROLL, KL ≤ 0.05" in (folder / "report.html").read_text()
+    assert "TROLL, KL ≤ 0.2" in (folder / "report.html").read_text()
     for name, region in zip(names, ("troll", "none"), strict=True):
         run = Run.open(folder / name)
         assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]

@@ -58,7 +58,7 @@ def test_the_call_without_replacements_is_accepted(loss_function):
     ],
 )
 def test_a_bound_below_zero_or_nan(kl_bound, shown):
-    refuse(f"kl_bound={shown}", "a number ≥ 0", "0.05, the default", call, troll_loss, kl_bound=kl_bound)
+    refuse(f"kl_bound={shown}", "a number ≥ 0", "0.2, the default", call, troll_loss, kl_bound=kl_bound)
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4), (3, 4, 1), (3, 5)])

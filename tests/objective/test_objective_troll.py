@@ -157,15 +157,16 @@ def test_the_sampled_token_and_the_bucket_are_two_outcomes_too():
 def test_one_token_inside_and_one_outside_by_hand():
     """Old ¼, ¾ against ¾, ¼ (KL ½ log 3, outside), and old ½, ½ against 0.55, 0.45 (KL 0.005, inside)."""
     proposal, old = by_hand([[[0.75, 0.25], [0.55, 0.45]]], [[[0.25, 0.75], [0.5, 0.5]]], [[[0, 1], [2, 3]]])
-    loss, _ = troll_loss(proposal, old, torch.tensor([2.0], dtype=torch.float64), torch.ones(1, 2), regression_coef=0.5)
+    advantages = torch.tensor([2.0], dtype=torch.float64)
+    loss, _ = troll_loss(proposal, old, advantages, torch.ones(1, 2), kl_bound=0.05, regression_coef=0.5)
     outside = 0.5 * 0.26150741852969001 - 2 * 1.57581098341138975  # thirty-digit root y = 0.39395… of KL(y ‖ ¼) = 0.05
     assert loss.item() == pytest.approx((outside - 2 * 1.1) / 2, rel=1e-12)
 
 
-def test_defaults_are_those_of_the_paper():
+def test_defaults_are_those_of_the_paper_but_for_the_bound():
     defaults = {k: p.default for k, p in inspect.signature(troll_loss).parameters.items() if p.default is not p.empty}
     assert defaults == {
-        "kl_bound": 0.05,
+        "kl_bound": 0.2,
         "regression_coef": 1.0,
         "tail": "floor",
         "solver": "newton",
@@ -355,7 +356,7 @@ def test_inactive_tokens_do_not_feel_the_regression():
 def test_the_ratio_is_not_clipped():
     """An unlikely token may grow twentyfold inside the region: KL((0.02, 0.98) ‖ (0.001, 0.999)) = 0.041 < 0.05."""
     proposal, old = by_hand([[[0.02, 0.98]]], [[[0.001, 0.999]]], [[[0, 1]]])
-    loss, metrics = troll_loss(proposal, old, torch.ones(1, dtype=torch.float64), torch.ones(1, 1))
+    loss, metrics = troll_loss(proposal, old, torch.ones(1, dtype=torch.float64), torch.ones(1, 1), kl_bound=0.05)
     assert metrics["projected_fraction"] == 0
     assert loss.item() == pytest.approx(-20, rel=1e-12)
 

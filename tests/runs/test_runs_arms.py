@@ -23,7 +23,7 @@ def test_every_arm_is_recognised(arm: str) -> None:
 def test_labels_tell_the_arms_apart() -> None:
     labels = {arm: arm_of(settings(**given))[1] for arm, given in ARMS.items()}
     assert labels == {
-        "troll": "TROLL, KL ≤ 0.05",
+        "troll": "TROLL, KL ≤ 0.2",
         "clip": "clip ±0.2",
         "clip-higher": "clip −0.2, +0.28",
         "gspo": "GSPO clip −0.0003, +0.0004",
@@ -37,7 +37,7 @@ def test_labels_tell_the_arms_apart() -> None:
         ({"trust_region": "clip", "epsilon": 0.1}, "clip ±0.1"),
         ({"trust_region": "clip", "epsilon": 0.2, "epsilon_high": 0.3}, "clip −0.2, +0.3"),
         ({"trust_region": "clip", "importance_sampling_level": "sequence"}, "GSPO clip ±0.2"),
-        ({"trust_region": "troll", "importance_sampling_level": "sequence"}, "TROLL, KL ≤ 0.05, sequence ratio"),
+        ({"trust_region": "troll", "importance_sampling_level": "sequence"}, "TROLL, KL ≤ 0.2, sequence ratio"),
         ({"trust_region": "none", "importance_sampling_level": "sequence"}, "no trust region, sequence ratio"),
         ({"trust_region": "clip", "loss_type": "cispo", "epsilon_high": 5.0}, "TRL's cispo"),
     ],
@@ -49,7 +49,7 @@ def test_settings_of_ones_own(changes: dict[str, Any], label: str) -> None:
 def test_the_bound_is_part_of_the_name_and_not_of_the_arm() -> None:
     assert arm_of(settings(kl_bound=0.01)) == ("troll", "TROLL, KL ≤ 0.01")
     assert arm_of(settings(kl_bound=float("inf"))) == ("troll", "TROLL, KL ≤ inf")
-    assert arm_of(settings(bound="fixed")) == ("troll", "TROLL, KL ≤ 0.05")
+    assert arm_of(settings(bound="fixed")) == ("troll", "TROLL, KL ≤ 0.2")
     assert arm_of(settings(bound="projected", bound_target=0.03)) == ("troll", "TROLL, projected bound")
 
 

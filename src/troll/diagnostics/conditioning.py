@@ -14,7 +14,7 @@ from torch import Tensor
 from troll.diagnostics.inputs import constant, counted_pair
 from troll.errors import InputError
 from troll.policy import LOG_FLOOR, SparsePolicy, Tail, align
-from troll.projection import expand_bound, project_normalised
+from troll.projection import KL_BOUND, expand_bound, project_normalised
 from troll.projection.geodesic import moments
 
 __all__ = ["Conditioning", "solver_conditioning"]
@@ -55,7 +55,7 @@ def solver_conditioning(
     old: SparsePolicy,
     loss_mask: Tensor,
     *,
-    kl_bound: float | Tensor = 0.05,
+    kl_bound: float | Tensor = KL_BOUND,
     tail: Tail = "floor",
 ) -> Conditioning:
     """Project, in double precision, and say how.

@@ -28,6 +28,7 @@ from torch import Tensor
 from troll.diagnostics.inputs import constant
 from troll.objective import Aggregation, Metrics, RatioLevel, clip_loss, troll_loss, unconstrained_loss
 from troll.policy import SparsePolicy, Tail
+from troll.projection import KL_BOUND
 
 __all__ = ["GradientComparison", "GradientKept", "compare_gradients", "logit_gradient"]
 
@@ -96,7 +97,7 @@ def compare_gradients(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    kl_bound: float | Tensor = 0.05,
+    kl_bound: float | Tensor = KL_BOUND,
     regression_coef: float = 1.0,
     clip_low: float = 0.2,
     clip_high: float = 0.2,

@@ -19,7 +19,7 @@ from torch import Tensor
 from troll.diagnostics.inputs import as_mask, constant, counted_pair, per_token
 from troll.errors import InputError
 from troll.policy import SparsePolicy, Tail, align, token_kl
-from troll.projection import check_kl_bound
+from troll.projection import KL_BOUND, check_kl_bound
 
 __all__ = ["Spectrum", "by_advantage", "by_class", "by_position", "kl_per_token"]
 
@@ -65,7 +65,7 @@ def by_position(
     kl: Tensor,
     loss_mask: Tensor,
     *,
-    kl_bound: float | Tensor = 0.05,
+    kl_bound: float | Tensor = KL_BOUND,
     bins: int = 4,
     starts: Sequence[int] | None = None,
 ) -> Spectrum:
@@ -101,7 +101,7 @@ def by_class(
     classes: Tensor,
     names: Sequence[str],
     *,
-    kl_bound: float | Tensor = 0.05,
+    kl_bound: float | Tensor = KL_BOUND,
 ) -> Spectrum:
     """KL by class of the token.
 
@@ -113,7 +113,7 @@ def by_class(
     return _spectrum(kl, as_mask(loss_mask), classes, names, kl_bound)
 
 
-def by_advantage(kl: Tensor, loss_mask: Tensor, advantages: Tensor, *, kl_bound: float | Tensor = 0.05) -> Spectrum:
+def by_advantage(kl: Tensor, loss_mask: Tensor, advantages: Tensor, *, kl_bound: float | Tensor = KL_BOUND) -> Spectrum:
     """KL by sign of the advantage: does the policy move to what it should do, or away from what it should not?
 
     Args:

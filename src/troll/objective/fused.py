@@ -16,7 +16,7 @@ from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
 from troll.objective.ratio import MAX_LOG_RATIO
 from troll.objective.troll import check_regression_coef, constrain
 from troll.policy import Head, Scored, SparsePolicy, Tail
-from troll.projection import MAX_LOST_MASS, check_kl_bound, check_lost_mass, expand_bound
+from troll.projection import KL_BOUND, MAX_LOST_MASS, check_kl_bound, check_lost_mass, expand_bound
 
 
 def fused_troll_loss(
@@ -26,7 +26,7 @@ def fused_troll_loss(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    kl_bound: float | Tensor = 0.05,
+    kl_bound: float | Tensor = KL_BOUND,
     regression_coef: float = 1.0,
     tail: Tail = "floor",
     max_support: int = 64,

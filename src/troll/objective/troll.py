@@ -18,6 +18,7 @@ from troll.objective.metrics import Metrics, summarise, token_stats
 from troll.objective.ratio import RatioLevel, ratios
 from troll.policy import LOG_FLOOR, OnInvalid, SparsePolicy, Tail, align, token_kl
 from troll.projection import (
+    KL_BOUND,
     MAX_LOST_MASS,
     Diagnostics,
     Projection,
@@ -155,7 +156,7 @@ def troll_loss(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    kl_bound: float | Tensor = 0.05,
+    kl_bound: float | Tensor = KL_BOUND,
     regression_coef: float = 1.0,
     tail: Tail = "floor",
     solver: Solver = "newton",

@@ -1,6 +1,6 @@
 """(proposal, old) → the projected policy. The README of this folder derives what is computed here."""
 
-from troll.projection.checks import check_kl_bound, check_lost_mass
+from troll.projection.checks import KL_BOUND, check_kl_bound, check_lost_mass
 from troll.projection.ops import kernel_cannot
 from troll.projection.project import (
     MAX_LOST_MASS,
@@ -13,6 +13,7 @@ from troll.projection.project import (
 )
 
 __all__ = [
+    "KL_BOUND",
     "MAX_LOST_MASS",
     "Diagnostics",
     "Projection",

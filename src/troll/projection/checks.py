@@ -10,6 +10,9 @@ from torch import Tensor
 
 from troll.errors import InputError
 
+KL_BOUND = 0.2
+"""ε, the radius of the trust region wherever none is given: faster than the paper's 0.05 on four tasks, and as robust
+(docs/does-it-help.md)."""
 _NORM_TOLERANCE = 1e-3
 
 
@@ -20,9 +23,7 @@ def check_kl_bound(kl_bound: float | Tensor) -> None:
             return
         kl_bound = float(kl_bound[~(kl_bound >= 0)].flatten()[0])
     if math.isnan(kl_bound) or kl_bound < 0:
-        raise InputError(
-            f"kl_bound={kl_bound}", "a number ≥ 0", "0.05, the default (the authors found 0.01 slower and 0.25 worse)"
-        )
+        raise InputError(f"kl_bound={kl_bound}", "a number ≥ 0", f"{KL_BOUND}, the default (0.05 is the authors')")
 
 
 def check_shapes(proposal: Tensor, old: Tensor) -> None:

@@ -31,7 +31,7 @@ _TEMPLATES.filters |= {
     "percent": percent,
     "visible": samples.visible,
 }
-_NO_SCALE = 0.05  # the colour scale of runs without a bound: that of the default bound, so that runs compare
+_NO_SCALE = 0.2  # the colour scale of runs without a bound: that of the default bound, so that runs compare
 
 
 def run_page(run: RunData, config: str | None) -> str:

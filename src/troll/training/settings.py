@@ -93,7 +93,7 @@ GENERAL: dict[str, Any] = {
     "save_total_limit": 2,
     "seed": 0,
 }
-"""The authors' settings, with measurements on; for a model of a billion weights or more on a GPU."""
+"""The authors' settings but for the bound, with measurements on; for a model of a billion weights or more on a GPU."""
 
 SMALL: dict[str, Any] = {
     "learning_rate": 5e-6,

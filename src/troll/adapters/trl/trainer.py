@@ -41,7 +41,7 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
     >>> trainer = TROLLTrainer(
     ...     model="Qwen/Qwen2.5-0.5B-Instruct",
     ...     reward_funcs=accuracy_reward,
-    ...     args=TROLLConfig("out", kl_bound=0.05),
+    ...     args=TROLLConfig("out", kl_bound=0.2),
     ...     train_dataset=dataset,
     ... )
     >>> trainer.train()

@@ -12,7 +12,7 @@ from verl.workers.config import FSDPEngineConfig, McoreEngineConfig, PolicyLossC
 from troll.errors import InputError, require_choice
 from troll.objective import RatioLevel, check_regression_coef
 from troll.policy import Tail, check_support
-from troll.projection import MAX_LOST_MASS, check_kl_bound
+from troll.projection import KL_BOUND, MAX_LOST_MASS, check_kl_bound
 
 LOSS_MODE = "troll"
 MODEL_TYPE = "troll_lm"
@@ -90,7 +90,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     """``actor_rollout_ref.actor.policy_loss``: the trust region."""
 
     loss_mode: str = LOSS_MODE
-    kl_bound: float = 0.05
+    kl_bound: float = KL_BOUND
     """ε, radius of the trust region, in nats of KL(projected ‖ old) per token; 0 keeps the old policy, .inf is none."""
     bound: str = "fixed"
     """The same ε for every token of the run; bounds that adapt are refused."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from troll.errors import InputError
 from troll.policy import SparsePolicy
-from troll.projection import check_kl_bound
+from troll.projection import KL_BOUND, check_kl_bound
 
 
 class Measured(NamedTuple):
@@ -96,7 +96,7 @@ class Bound(Adaptive):
 class Fixed(Bound):
     """ε_t = ``kl_bound``."""
 
-    kl_bound: float = 0.05
+    kl_bound: float = KL_BOUND
 
     def __post_init__(self) -> None:
         check_kl_bound(self.kl_bound)
@@ -107,4 +107,4 @@ def check_positive(**numbers: float) -> None:
     """Refuse what is not a positive number."""
     for name, value in numbers.items():
         if not (math.isfinite(value) and value > 0):
-            raise InputError(f"{name}={value}", "a number > 0", "0.05, or another positive number")
+            raise InputError(f"{name}={value}", "a number > 0", f"{KL_BOUND}, or another positive number")
