@@ -133,6 +133,7 @@ def build(options: argparse.Namespace, arm: str, folder: str) -> Any:
         folder,
         trust_region="clip" if arm == "clip" else "troll",
         tail="bucket" if arm == "clip" else arm,
+        kl_bound=0.05,
         use_cpu=options.cpu,
         bf16=not options.cpu,
         per_device_train_batch_size=options.batch,

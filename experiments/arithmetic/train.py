@@ -25,6 +25,7 @@ import troll
 
 PROMPTS, SAMPLES, ANSWER_TOKENS = 64, 8, 6
 PASSES, MINI_BATCHES = 4, 8
+KL_BOUND = 0.05
 
 
 def problem(rng: random.Random) -> tuple[str, str]:
@@ -84,9 +85,13 @@ def step(arm: str, logits: Tensor, rollout: Rollout, old: troll.SparsePolicy, ro
     """Loss and metrics of one mini-batch."""
     sampled, mask, advantages = rollout.sampled[rows], rollout.counted[rows], rollout.advantages[rows]
     if arm == "bucket":
-        return troll.troll_loss(troll.restrict(logits, old), old, advantages, mask, tail="bucket")
-    loss = {"floor": troll.troll_loss, "clip": troll.clip_loss, "none": troll.unconstrained_loss}[arm]
-    return loss(troll.sparsify(logits, sampled, loss_mask=mask), old, advantages, mask)
+        proposal = troll.restrict(logits, old)
+        return troll.troll_loss(proposal, old, advantages, mask, kl_bound=KL_BOUND, tail="bucket")
+    proposal = troll.sparsify(logits, sampled, loss_mask=mask)
+    if arm == "floor":
+        return troll.troll_loss(proposal, old, advantages, mask, kl_bound=KL_BOUND, tail="floor")
+    loss = {"clip": troll.clip_loss, "none": troll.unconstrained_loss}[arm]
+    return loss(proposal, old, advantages, mask)
 
 
 def main() -> None:

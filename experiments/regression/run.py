@@ -22,8 +22,8 @@ from troll.runs import Run
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
-SMALL: dict[str, object] = {}  # the default: 8 completions per update, 10 rollouts
-LARGE: dict[str, object] = {"per_device_train_batch_size": 64, "learning_rate": 1e-5}
+SMALL: dict[str, object] = {"kl_bound": 0.05}  # the authors' bound; 8 completions per update, 10 rollouts
+LARGE: dict[str, object] = {**SMALL, "per_device_train_batch_size": 64, "learning_rate": 1e-5}
 VARIANTS = {
     "8, α = 0": {**SMALL, "regression_coef": 0.0},
     "8, α = 0.1": {**SMALL, "regression_coef": 0.1},
