@@ -58,6 +58,7 @@ WRAPPED = {
     "train": ["self", "resume_from_checkpoint"],
     "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
     "_generate": ["self", "prompts"],
+    "_generate_single_turn": ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
     "_prepare_inputs": ["self", "generation_batch"],
     "compute_loss": ["self", "model", "inputs"],
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],

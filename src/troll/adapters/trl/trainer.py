@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from troll.adapters.trl.checkpoints import Checkpointed
 from troll.adapters.trl.config import TROLLConfig
 from troll.adapters.trl.dumps import REWARDS
 from troll.adapters.trl.estimators import estimate
+from troll.adapters.trl.generation import token_by_token
 from troll.adapters.trl.guards import Guarded
 from troll.adapters.trl.passes import Constrain, RecordOld
 from troll.adapters.trl.region import Region
@@ -83,7 +84,12 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
             )
         startup.say_what_acts(args)
 
-    # ------------------------------------------------------------------ the four wrapped methods of TRL
+    # ------------------------------------------------------------------ the five wrapped methods of TRL
+
+    def _generate_single_turn(self, *args: Any, **named: Any) -> Any:
+        elsewhere = self.use_vllm or self.use_transformers_continuous_batching
+        with nullcontext() if elsewhere else token_by_token(self.accelerator):
+            return super()._generate_single_turn(*args, **named)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         record = RecordOld(self.model, self.args)
