@@ -109,6 +109,7 @@ KINDS = {  # rows of docs/explain.md, and what the groups of a row look like; * 
     "* functions, rate 3e-4, the others": r"code (?!troll).* 3e-4",
     "* functions, the final runs": r"code-final .*",
     "* word problems, 1.5 billion weights": r"gsm8k .*",
+    "* word problems, 1.5 billion weights, final runs": r"gsm8k-final .*",
 }
 
 
@@ -154,7 +155,7 @@ def table() -> list[str]:
 
 
 ENDS = {"well": f"above {WELL:g}", "between": "between", "badly": f"below {BADLY:g}"}
-COLUMNS = [(False, ".*"), (True, "(?!code|gsm8k).*"), (True, "code.*"), (True, "gsm8k"), (True, ".*")]
+COLUMNS = [(False, ".*"), (True, "(?!code|gsm8k).*"), (True, "code.*"), (True, "gsm8k.*"), (True, ".*")]
 
 
 def table_of_ends() -> list[str]:

@@ -1,4 +1,4 @@
-"""The rules over 437 real runs, with good and bad endings: where they must speak, and where they must not."""
+"""The rules over 480 real runs, with good and bad endings: where they must speak, and where they must not."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def warned(group: str) -> int:
 
 
 def test_all_runs_are_there() -> None:
-    assert sum(map(len, GROUPS.values())) == 437
-    assert sum(len(runs) for group, runs in GROUPS.items() if cases.later(group)) == 262
+    assert sum(map(len, GROUPS.values())) == 480
+    assert sum(len(runs) for group, runs in GROUPS.items() if cases.later(group)) == 305
 
 
 @pytest.mark.parametrize("region", ["clip", "clip-higher", "none"])
@@ -99,9 +99,9 @@ def test_so_they_are_on_runs_that_no_threshold_was_chosen_on() -> None:
     """But more often in runs that ended well, by the rules that docs/explain.md names."""
     ended = cases.by_end(star=True)
     alarms = [names for names in ended["well"] if names]
-    assert (len(alarms), len(ended["well"])) == (21, 221)
+    assert (len(alarms), len(ended["well"])) == (22, 240)
     count = Counter(name for names in alarms for name in names)
-    assert count == {"entropy_collapse": 10, "projected": 9, "no_signal": 3, "clipped": 1}
+    assert count == {"entropy_collapse": 11, "projected": 9, "no_signal": 3, "clipped": 1}
     assert sum(len(names) > 1 for names in alarms) == 2
     assert len(ended["badly"]) == 14
     assert all(ended["badly"])
@@ -119,9 +119,9 @@ def best_of_seed(group: str, run: dict[str, Any]) -> float:
 
 def test_most_false_alarms_on_functions_are_of_runs_that_rest_too_early() -> None:
     well = [x for x in of_functions() if cases.end(x[1]) >= cases.WELL and cases.warnings(x[2])]
-    assert Counter(group.split()[0] + run["place"]["seed"] for group, run, _ in well)["code1"] == 6
+    assert Counter(group.split()[0] + run["place"]["seed"] for group, run, _ in well)["code1"] == 7
     rest = [x for x in well if {"no_signal", "entropy_collapse"} & {w.name for w in cases.warnings(x[2])}]
-    assert (len(well), len(rest)) == (10, 7)
+    assert (len(well), len(rest)) == (11, 8)
     assert {f"{cases.end(run):.2f}" for _, run, _ in rest} <= {"0.83", "0.85", "0.87", "0.88"}
     assert {f"{best_of_seed(group, run):.2f}" for group, run, _ in rest} == {"0.96", "0.99"}
 
@@ -144,29 +144,29 @@ def found_in(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_solved_and_settled_on_functions() -> None:
-    """Of 84 runs 28 are settled, and of them 23 ended below 0.9; 10 are solved, 3 of them at other times settled."""
+    """Of 94 runs 32 are settled, and of them 26 ended below 0.9; 14 are solved, 4 of them at other times settled."""
     settled, solved = found_in("settled"), found_in("solved")
-    assert (len(of_functions()), len(settled), len(solved)) == (84, 28, 10)
+    assert (len(of_functions()), len(settled), len(solved)) == (94, 32, 14)
     low = [x for x in settled if cases.end(x[1]) < 0.9]
-    assert len(low) == 23
+    assert len(low) == 26
     assert all(best_of_seed(*x) - cases.end(x[1]) > 0.08 for x in low)
     others = [x for x in settled if x not in low]
     assert {(x[1]["place"]["seed"], f"{best_of_seed(*x):.2f}") for x in others} == {("10", "0.93")}
     both, alone = ([x for x in solved if (x in settled) == both] for both in (True, False))
-    assert (len(both), len(alone)) == (3, 7)
+    assert (len(both), len(alone)) == (4, 10)
     assert all(cases.end(run) > 0.94 for _, run in alone)
 
 
 def test_settled_before_and_after_solved() -> None:
     order = [[x.name for x in sorted(find(h), key=lambda x: x.said)] for _, _, h in of_functions()]
     pairs = [tuple(x for x in names if x in ("settled", "solved")) for names in order]
-    assert Counter(pair for pair in pairs if len(pair) == 2) == {("solved", "settled"): 2, ("settled", "solved"): 1}
+    assert Counter(pair for pair in pairs if len(pair) == 2) == {("solved", "settled"): 2, ("settled", "solved"): 2}
 
 
 def test_whether_another_rate_finds_the_rest() -> None:
     """Of the settled runs on functions, those that have a twin with the other of two rates: no rate is better."""
     ends = {(g, run["place"]["seed"]): cases.end(run) for g, run, _ in of_functions() if g.startswith("code ")}
-    for rate, other, higher, number in (("1e-5", "3e-5", 5, 9), ("3e-5", "1e-5", 3, 4)):
+    for rate, other, higher, number in (("1e-5", "3e-5", 7, 11), ("3e-5", "1e-5", 3, 5)):
         twins = [
             (run, ends[group.replace(rate, other), run["place"]["seed"]])
             for group, run in found_in("settled")
@@ -195,6 +195,32 @@ def test_functions_that_ended_very_badly() -> None:
     assert {run["place"]["rate"] for run, _ in badly} == {"1e-4", "3e-4"}
     assert [[(x.name, x.said) for x in w] for _, w in badly].count([("flat", 73)]) == 1
     assert sum([x.name for x in w] == ["flat"] for _, w in badly) == 1
+
+
+def test_a_fall_on_functions_is_warned_of_late() -> None:
+    """Scaled pull, seed 13, falls on its tenth rollout; what is found is said with the eleventh of twelve."""
+    ((run, history),) = [x for x in GROUPS["code-final troll-scaled"] if x[0]["place"]["seed"] == "13"]
+    assert [f"{x:.2f}" for x in run["rollouts"]["reward"][8:10]] == ["0.92", "0.65"]
+    assert (len(run["rollouts"]["reward"]), [(x.name, x.said) for x in find(history)]) == (
+        12,
+        [("entropy_collapse", history.begins(10))],
+    )
+
+
+def test_word_problems_hear_nothing() -> None:
+    """All learn and none fails; of two rates the higher is worse with each arm, and no rule sees it."""
+    runs = [(group, *pair) for group, all_of in GROUPS.items() if group.startswith("gsm8k") for pair in all_of]
+    assert Counter(group.split()[0] for group, _, _ in runs) == {"gsm8k": 10, "gsm8k-final": 19}
+    assert not any(find(history) for _, _, history in runs)
+    assert {len(run["rollouts"]["reward"]) for _, run, _ in runs} == {10}
+    first, ends = [run["rollouts"]["reward"][0] for _, run, _ in runs], [cases.end(run) for _, run, _ in runs]
+    assert [f"{x:.2f}" for x in (min(first), max(first), min(ends), max(ends))] == ["0.33", "0.54", "0.61", "0.75"]
+    held_out = [[value for _, value in run["held_out"]] for _, run, _ in runs]
+    assert all(after > before for before, after in held_out)
+    sweep = {group: (cases.end(run), run["held_out"][-1][1]) for group, run, _ in runs if group.startswith("gsm8k ")}
+    assert Counter(group.split()[2] for group in sweep) == {"3e-7": 1, "1e-6": 5, "3e-6": 4}
+    lost = [np.subtract(sweep[group.replace("3e-6", "1e-6")], sweep[group]) for group in sweep if "3e-6" in group]
+    assert [f"{x:.2f}" for x in (*np.min(lost, axis=0), *np.max(lost, axis=0))] == ["0.03", "0.06", "0.09", "0.16"]
 
 
 def test_rules_that_the_studies_cannot_try() -> None:
