@@ -1,7 +1,7 @@
 """What generation in a training run costs: as transformers does it, and without what it does again for every token.
 
     python benchmarks/trl/generation.py --model qwen2.5-1.5b --sequences 256 --prompt 256 --tokens 128
-    python benchmarks/trl/generation.py --model smollm2-135m --jobs 4
+    python benchmarks/trl/generation.py --model smollm2-135m
 
 fp32 weights that train in bf16, as ``troll train`` has them; random weights of a model's shape; prompts padded on the
 left; no end before the last token. Arms take turns. Checked first: kept casts give the same tokens, grouped attention
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -109,7 +108,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     seconds = {name: statistics.median(each[1:]) for name, each in times.items()}
     return {
         "model": options.model, "sequences": options.sequences, "prompt": options.prompt, "tokens": options.tokens,
-        "jobs": options.jobs, "machine": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
         "largest difference of a logit, fp32": difference, "seconds": seconds,
         "ratio": {name: value / seconds[options.arms[0]] for name, value in seconds.items()}, "peak GiB": peaks,
     }  # fmt: skip
@@ -123,20 +122,14 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1, help="the same that many times side by side; the first is kept")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("generation.jsonl"))
     options = parser.parse_args()
-    beside = [
-        subprocess.Popen([sys.executable, *sys.argv, "--output", "/dev/null"], stdout=subprocess.DEVNULL)
-        for _ in range(options.jobs - 1)
-        if options.output != Path("/dev/null")
-    ]
     line = json.dumps(measure(options))
     print(line)
     with options.output.open("a") as file:
         file.write(line + "\n")
-    return max([process.wait() for process in beside], default=0)
+    return 0
 
 
 if __name__ == "__main__":
