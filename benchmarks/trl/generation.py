@@ -15,8 +15,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,17 @@ import torch
 from accelerate import Accelerator
 from overhead import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from troll.adapters.trl.generation import grouped_attention, token_by_token
+from troll.adapters.grouped import grouped_queries
+from troll.adapters.trl.generation import token_by_token
 
 Arm = Callable[[Accelerator], AbstractContextManager[Any]]
-
-
-@contextmanager
-def grouped(_: Accelerator) -> Iterator[None]:
-    """Grouped attention alone."""
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 ARMS: dict[str, Arm] = {
     "plain": lambda _: nullcontext(),
     "casts kept": lambda accelerator: accelerator.autocast(),
-    "grouped": grouped,
+    "grouped": lambda _: grouped_queries(),
     "both": token_by_token,
 }
 

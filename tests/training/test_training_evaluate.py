@@ -8,7 +8,9 @@ import pytest
 import tiny_models
 import torch
 from datasets import Dataset
+from torch.nn.functional import scaled_dot_product_attention
 
+from troll.adapters import grouped
 from troll.errors import InputError
 from troll.runs.statistics import majority, over_problems
 from troll.tasks import load_task
@@ -98,6 +100,21 @@ def test_temperature_zero_is_the_likeliest_token(tiny):
             assert model(ids).logits[0, -1].argmax() == first
             extended = torch.cat([ids, torch.tensor([[first]])], dim=1)
             assert model(extended).logits[0, -1].argmax() == second
+
+
+def test_the_cache_is_not_copied(tiny, monkeypatch):
+    """All tokens but the first of a completion, in both layers, have the queries of a group as rows."""
+    rows = []
+
+    def attend(query, *rest, **named):
+        rows.append(query.shape[2])
+        return scaled_dot_product_attention(query, *rest, **named)
+
+    monkeypatch.setattr(grouped, "scaled_dot_product_attention", attend)
+    model = tiny[0].config
+    run(tiny, task(lambda completions, **_: [0.0] * len(completions)), samples=1, length=4)
+    assert len(rows) == 3 * model.num_hidden_layers
+    assert set(rows) == {model.num_attention_heads // model.num_key_value_heads}
 
 
 def test_a_completion_ends_at_the_stop_string_and_at_the_end_token(tiny):

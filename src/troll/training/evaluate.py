@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from troll.adapters.grouped import grouped_queries
 from troll.errors import InputError
 from troll.runs.statistics import Interval, majority, over_problems, pass_at_k, resampled
 from troll.tasks.task import Reward, Task, text_of
@@ -135,11 +136,12 @@ def _generate(model: Any, tokenizer: Any, prompts: Sequence[Any], stop: str | No
     inputs = torch.tensor([[pad] * (longest - len(x)) + x for x in tokens], device=model.device)
     mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in tokens], device=model.device)
     drawn = {"do_sample": True, "temperature": how.temperature, "top_p": 1.0, "top_k": 0}
-    output = model.generate(
-        input_ids=inputs, attention_mask=mask, max_new_tokens=how.max_completion_length, pad_token_id=pad,
-        eos_token_id=sorted(ends), repetition_penalty=1.0, disable_compile=True,
-        **(drawn if how.temperature else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
-    )  # fmt: skip
+    with grouped_queries():
+        output = model.generate(
+            input_ids=inputs, attention_mask=mask, max_new_tokens=how.max_completion_length, pad_token_id=pad,
+            eos_token_id=sorted(ends), repetition_penalty=1.0, disable_compile=True,
+            **(drawn if how.temperature else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
+        )  # fmt: skip
     return [_cut(ids, ends) for ids in output[:, longest:].tolist()]
 
 
