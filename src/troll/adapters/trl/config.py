@@ -42,7 +42,7 @@ class TROLLConfig(BoundSettings, GRPOConfig):
         default=KL_BOUND,
         metadata={
             "help": "Radius of the trust region, in nats of KL(projected || old) per token. The authors use 0.05; "
-            "0.2 was faster on our three tasks and as robust (docs/does-it-help.md). 0 keeps the old policy, "
+            "0.2 was faster on three of our four tasks and as robust (docs/does-it-help.md). 0 keeps the old policy, "
             "inf constrains nothing."
         },
     )
