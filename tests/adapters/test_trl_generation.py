@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,23 @@ from troll.adapters.trl import generation
 class Casts(TorchDispatchMode):
     """Counts how often each weight is rounded to bf16."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.of = {weight.data_ptr(): 0 for name, weight in model.named_parameters() if "proj" in name}
+        self.of: Counter[int] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count, then do what was asked."""
-        if function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
-            self.of[args[0].data_ptr()] = self.of.get(args[0].data_ptr(), 0) + 1
+        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+            self.of[args[0].data_ptr()] += 1
         return function(*args, **(kwargs or {}))
 
 
 def completions(trained: Any) -> tuple[Any, list[int]]:
     """What is generated for two prompts, and how often each of the weights was cast."""
     torch.manual_seed(0)
-    with Casts(trained.model) as casts:
+    with Casts() as casts:
         ids, _ = trained._generate_single_turn([[40, 41, 42], [50, 51, 52, 53, 54]], None, {}, 1)
-    weights = [w.data_ptr() for name, w in trained.model.named_parameters() if "proj" in name]
-    return ids, [casts.of[pointer] for pointer in weights]
+    return ids, [casts.of[weight.data_ptr()] for name, weight in trained.model.named_parameters() if "proj" in name]
 
 
 def test_weights_are_cast_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
