@@ -41,7 +41,7 @@ def grouped_attention(
     groups = key.shape[1]
     one_mask = attention_mask is None or attention_mask.shape[1] == 1  # the same for all heads
     plain = one_mask and not named.get("dropout") and named.get("position_bias") is None
-    if tokens > 1 or groups == heads or heads % groups or not plain:
+    if tokens > 1 or groups == heads or not plain:
         theirs: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
         return theirs
     rows = query.reshape(sequences, groups, heads // groups, -1)
