@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
 
 ALONE = {  # files that must not run beside each other, by what they share
-    "the threads and the processes of one user": ("attacks/", "sandbox/", "test_cli_code", "test_rewards_code"),
+    "the threads and the processes of one user": ("selftest/", "sandbox/", "test_cli_code", "test_rewards_code"),
     "the cores, which a cluster needs": ("test_cli_verl", "test_verl_main_ppo"),
 }
 

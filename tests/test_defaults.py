@@ -14,11 +14,11 @@ import yaml
 
 import troll
 from troll import diagnostics, objective
-from troll.adapters.trl import TROLLConfig
-from troll.explain import region
+from troll.lab.report import page
+from troll.lab.report.rules import trust_region as region
 from troll.objective.bound import Fixed
 from troll.projection import KL_BOUND
-from troll.report import page
+from troll.trl import TROLLConfig
 
 SOURCES = Path(troll.__file__).parent
 FUNCTIONS = (
@@ -53,7 +53,7 @@ def test_of_settings(settings: type) -> None:
 
 def test_of_verl() -> None:
     """Read and not imported, as verl may not be here; the file cannot name the constant."""
-    given = yaml.safe_load((SOURCES / "adapters/verl/configs/trust_region/loss.yaml").read_text())
+    given = yaml.safe_load((SOURCES / "verl/configs/trust_region/loss.yaml").read_text())
     assert given["actor_rollout_ref"]["actor"]["policy_loss"]["kl_bound"] == KL_BOUND
 
 
@@ -84,5 +84,5 @@ def test_no_source_has_a_number_of_its_own() -> None:
         for path in sorted(SOURCES.rglob("*.py"))
         for value in literals(ast.parse(path.read_text()))
     ]
-    assert {name for name, _ in found} >= {"adapters/verl/config.py", "adapters/trl/config.py", "objective/fused.py"}
+    assert {name for name, _ in found} >= {"verl/config.py", "trl/config.py", "objective/fused.py"}
     assert [case for case in found if case[1] != "KL_BOUND"] == [("objective/bound/tokens.py", "math.inf")]

@@ -17,15 +17,16 @@ import pytest
 import torch
 
 import troll
-from troll.cli import main
-from troll.explain import RULES, Watch, learning, region, reward, upkeep
-from troll.kernels import Impl, choose
-from troll.kernels.choice import VARIABLE
+from troll.implementation import VARIABLE, Impl, choose
+from troll.lab.cli import main
+from troll.lab.report.rules import RULES, Watch, learning, reward
+from troll.lab.report.rules import health as upkeep
+from troll.lab.report.rules import trust_region as region
+from troll.lab.runs import Run
 from troll.policy import align, single_pass
-from troll.policy.products import _TILE_BYTES, Products
-from troll.policy.rows import KERNEL_SUPPORT
+from troll.policy.matmul import _TILE_BYTES, Products
+from troll.policy.scoring import KERNEL_SUPPORT
 from troll.projection.ops import MAX_KERNEL_SUPPORT
-from troll.runs import Run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -201,9 +202,9 @@ def test_the_constants_on_the_kernel_page(monkeypatch: pytest.MonkeyPatch) -> No
         assert said in text, said
     shown = set(re.findall(r'`?"(\w+)"`?', KERNELS.partition("is an argument of")[0].rpartition("- `impl=")[2]))
     assert shown == set(get_args(Impl))
-    scan = pytest.importorskip("triton") and importlib.import_module("troll.kernels.scan")
+    scan = pytest.importorskip("triton") and importlib.import_module("troll.policy.scoring.triton_scan")
     assert f"chunks of {scan.CHUNK.value}, and {scan.CHUNKS.value} chunks are a block" in text
-    numbers = importlib.import_module("troll.kernels.numbers")
+    numbers = importlib.import_module("troll.policy.scoring.triton_bits")
     assert f"all below −{-numbers.LOWEST.value:.0e}".replace("e+", "e") in text
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from troll.adapters.trl import TROLLConfig
-from troll.cli import check_command
-from troll.report.figures import RUN_FIGURES
-from troll.runs import Comparison, Run
-from troll.runs.arms import ARMS
-from troll.tasks import arithmetic, load_task
-from troll.training.settings import DEFAULT_MODEL, defaults
+from troll.lab.cli import check_command
+from troll.lab.report.figures import RUN_FIGURES
+from troll.lab.runs import Comparison, Run
+from troll.lab.runs.arms import ARMS
+from troll.lab.tasks import arithmetic, load_task
+from troll.lab.training.settings import DEFAULT_MODEL, defaults
+from troll.trl import TROLLConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -337,7 +337,7 @@ def test_every_figure_of_a_run_is_explained() -> None:
 
 
 def test_every_activity_that_is_timed_is_explained() -> None:
-    code = "".join(path.read_text() for path in (ROOT / "src/troll/training").glob("*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "src/troll/lab/training").glob("*.py"))
     timed = set(re.findall(r'stopwatch\("(\w+)"', code)) | {"other"}
     explained = set(re.findall(r"\| `time/(\w+)` \|", (ROOT / "docs/metrics.md").read_text()))
     assert timed == explained

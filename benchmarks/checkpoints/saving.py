@@ -39,9 +39,11 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from troll.adapters.trl import TROLLConfig, TROLLTrainer, rollout
-from troll.checkpoints import last_good, store
-from troll.training.facts import machine
+from troll.lab.training.provenance import machine
+from troll.trl import TROLLConfig, TROLLTrainer
+from troll.trl.robust import rollout_state as rollout
+from troll.trl.robust import store
+from troll.trl.robust.store import last_good
 
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 SMALL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 3}
@@ -128,8 +130,8 @@ def save(run: Any, kind: str, step: int) -> dict[str, Any]:
     places += [(run, "create_model_card", "model card")]
     if kind == "troll":
         places += [(rollout, "save", "rollout"), (store, "verify", "read again"), (store, "_publish", "rename")]
-        places += [(sys.modules["troll.adapters.trl.checkpoints"], "commit", "commit")]
-        places += [(sys.modules["troll.adapters.trl.checkpoints"], "rotate", "delete the old one")]
+        places += [(sys.modules["troll.trl.robust.checkpoints"], "commit", "commit")]
+        places += [(sys.modules["troll.trl.robust.checkpoints"], "rotate", "delete the old one")]
         places += [(store, "sync_file", "sync (sum over threads)"), (store, "checksum", "checksums (sum over threads)")]
     with timed(parts, *places):
         began = time.perf_counter()

@@ -24,7 +24,7 @@ from torch import Tensor
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 import troll
-from troll.kernels import Impl
+from troll.implementation import Impl
 from troll.objective import constrain
 
 SIZES = [

@@ -22,10 +22,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from troll.processes import cores
 from troll.rewards import MathReward
 from troll.rewards.answers import Leaf, read
 from troll.rewards.checker import Checker, apart
+from troll.rewards.workers import cores
 
 HERE = Path(__file__).parent
 PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy", "mpmath", "trl")

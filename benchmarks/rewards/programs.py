@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from troll.rewards.code import CodeReward
-from troll.sandbox import Isolation, Sandbox, isolations, probe
-from troll.sandbox.isolation import python
+from troll.rewards.sandbox import Isolation, Sandbox, isolations, probe
+from troll.rewards.sandbox.isolation import python
 
 CORES = len(os.sched_getaffinity(0))
 ROUNDS, RUNS = 3, 1000

@@ -25,14 +25,14 @@ from accelerate import Accelerator
 from overhead import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from troll.adapters.grouped import grouped_queries
-from troll.adapters.trl.generation import token_by_token
+from troll.modeling import gqa_decoding
+from troll.trl.generation import token_by_token
 
 Arm = Callable[[Accelerator], AbstractContextManager[Any]]
 ARMS: dict[str, Arm] = {
     "plain": lambda _: nullcontext(),
     "casts kept": lambda accelerator: accelerator.autocast(),
-    "grouped": lambda _: grouped_queries(),
+    "grouped": lambda _: gqa_decoding(),
     "both": token_by_token,
 }
 

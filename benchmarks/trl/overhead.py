@@ -89,7 +89,7 @@ def build(options: argparse.Namespace, arm: str, folder: str) -> Any:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from troll.adapters.trl import TROLLConfig, TROLLTrainer
+    from troll.trl import TROLLConfig, TROLLTrainer
 
     class Timed(TROLLTrainer):
         """Notes how long rollouts and updates take."""

@@ -42,8 +42,8 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.utils.losses import ppo_loss
 
-from troll.adapters.verl import TrollFSDPEngineConfig, TrollPolicyLossConfig
-from troll.adapters.verl.transport import OLD_POLICY
+from troll.verl import TrollFSDPEngineConfig, TrollPolicyLossConfig
+from troll.verl.transport import OLD_POLICY
 
 SHAPE = {
     "vocab_size": 151_936,

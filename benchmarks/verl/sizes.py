@@ -58,7 +58,7 @@ def policy(positions: int, kept: int) -> SparsePolicy:
 
 def bytes_per_token(kept: int, length: int = 2048) -> float:
     """Measured: a sequence as verl's engine writes it."""
-    from troll.adapters.verl.transport import Positions, write
+    from troll.verl.transport import Positions, write
 
     everything = Positions(torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.int64), [length])
     return len(write(policy(length, kept), everything).values()) / length
@@ -71,7 +71,7 @@ def queue(kept: int = 8, sequences: int = 256, length: int = 2048) -> dict[str, 
     from omegaconf import OmegaConf
     from tensordict import TensorDict
 
-    from troll.adapters.verl.transport import OLD_POLICY, Positions, write
+    from troll.verl.transport import OLD_POLICY, Positions, write
 
     everything = Positions(torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.int64), [length])
     row = write(policy(length, kept), everything).values()

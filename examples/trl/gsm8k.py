@@ -27,7 +27,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from trl import ModelConfig, TrlParser, get_peft_config
 
-from troll.adapters.trl import TROLLConfig, TROLLTrainer
+from troll.trl import TROLLConfig, TROLLTrainer
 
 SYSTEM = (
     "Solve the problem step by step. End with a line that has #### and the final answer as a plain number, "

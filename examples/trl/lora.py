@@ -15,7 +15,7 @@ from gsm8k import SETTINGS, Task, model_options, parse, prepare, run
 from peft import LoraConfig
 from trl import get_quantization_config
 
-from troll.adapters.trl import TROLLTrainer
+from troll.trl import TROLLTrainer
 
 
 def main() -> None:

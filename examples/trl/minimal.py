@@ -12,7 +12,7 @@ import re
 
 from datasets import Dataset
 
-from troll.adapters.trl import TROLLConfig, TROLLTrainer
+from troll.trl import TROLLConfig, TROLLTrainer
 
 
 def sums(n: int) -> Dataset:

@@ -20,7 +20,7 @@ from datasets import Dataset, load_dataset
 from gsm8k import model_options, parse, run
 from transformers import AutoModelForSequenceClassification
 
-from troll.adapters.trl import TROLLTrainer
+from troll.trl import TROLLTrainer
 
 SETTINGS: dict[str, Any] = {  # what differs from the defaults of TROLLConfig and ModelConfig
     "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",

@@ -26,11 +26,11 @@ engine=(
 )
 
 # Only what is below differs between the two arms.
-trust_region() { # name of the group in troll.adapters.verl.configs, place of the engine's settings
+trust_region() { # name of the group in troll.verl.configs, place of the engine's settings
   case $TRUST_REGION in
     troll)
       region=(
-        'hydra.searchpath=[pkg://troll.adapters.verl.configs]'
+        'hydra.searchpath=[pkg://troll.verl.configs]'
         "+trust_region=$1"
         actor_rollout_ref.actor.policy_loss.kl_bound=0.05
         actor_rollout_ref.actor.policy_loss.regression_coef=1.0

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from troll.cli.train import options_of
-from troll.tasks import load_task
-from troll.training.settings import RunSettings
-from troll.training.verl.data import request_of, write_task
+from troll.lab.cli.train import options_of
+from troll.lab.tasks import load_task
+from troll.lab.training.settings import RunSettings
+from troll.lab.verl.data import request_of, write_task
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         parser.error(f"{given.task} has prompts of plain text, which verl renders as chats: troll train --engine verl")
     write_task(task, request, given.folder)
     print(f"{task.description}: {len(task.train)} problems, {len(task.held_out)} held out, in {given.folder}")
-    print("reward.custom_reward_function.path=pkg://troll.training.verl.reward")
+    print("reward.custom_reward_function.path=pkg://troll.lab.verl.reward")
     print("reward.custom_reward_function.name=score")
     print(f"+reward.custom_reward_function.reward_kwargs.task={(given.folder / 'task.json').absolute()}")
 

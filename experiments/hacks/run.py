@@ -22,10 +22,10 @@ from typing import Any
 
 from checkers import CHECKERS, REPOSITORIES
 
-from troll.attacks.hacks import CALLS, CHECK, HACKS, HONEST, STDIN, TESTS, WRONG
 from troll.rewards.code import CodeReward
 from troll.rewards.problems import read_problem
-from troll.sandbox.isolation import isolations
+from troll.rewards.sandbox.isolation import isolations
+from troll.rewards.selftest.hacks import CALLS, CHECK, HACKS, HONEST, STDIN, TESTS, WRONG
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 120.0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from troll.runs import Run
+from troll.lab.runs import Run
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

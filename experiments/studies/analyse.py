@@ -24,9 +24,9 @@ from matplotlib.figure import Figure
 from results import RESULTS, read
 from scores import Finalist, Measure, at, axis_of, end, finalists, held_out, labels, mean, strata
 
-from troll.report.data import Missing
-from troll.report.style import save, style
-from troll.runs.folder import Line
+from troll.lab.report.data import Missing
+from troll.lab.report.style import save, style
+from troll.lab.runs.folder import Line
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "does-it-help.md"

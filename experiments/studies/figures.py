@@ -32,10 +32,10 @@ from scores import (
     spread,
 )
 
-from troll.report.data import Array, Missing
-from troll.report.style import DASHES, End, Size, colour, label_ends, log_axis, mark_level, panels, tick
-from troll.runs.arms import ARMS
-from troll.runs.folder import Line
+from troll.lab.report.data import Array, Missing
+from troll.lab.report.style import DASHES, End, Size, colour, label_ends, log_axis, mark_level, panels, tick
+from troll.lab.runs.arms import ARMS
+from troll.lab.runs.folder import Line
 
 Groups = Mapping[str, Sequence[Line]]
 """Arm → its runs."""

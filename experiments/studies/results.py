@@ -10,8 +10,8 @@ from typing import Any
 
 from study import Case
 
-from troll.runs import Run
-from troll.runs.folder import Line
+from troll.lab.runs import Run
+from troll.lab.runs.folder import Line
 
 RESULTS = Path(__file__).parent / "results"
 REWARD = ("reward", "completions/mean_length", "frac_reward_zero_std")

@@ -25,14 +25,14 @@ import yaml
 from results import RESULTS, line_of, read
 from study import Case, Study
 
-from troll.cli import main as troll
-from troll.runs import append_line
-from troll.runs.folder import ABOUT
+from troll.lab.cli import main as troll
+from troll.lab.runs import append_line
+from troll.lab.runs.folder import ABOUT
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """One thread each; and nothing touches the GPU before a process is forked, which could not use it then."""
 _FORKED = multiprocessing.get_context("forkserver")  # what takes seconds to import is imported once
-_FORKED.set_forkserver_preload(["troll.training.run", "troll.cli.train"])
+_FORKED.set_forkserver_preload(["troll.lab.training.run", "troll.lab.cli.train"])
 _ONE_AT_A_TIME = threading.Lock()
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from troll.runs.arms import ARMS
-from troll.runs.folder import Line
-from troll.runs.statistics import Interval, compare, interval, resampled, t_quantile
+from troll.lab.runs.arms import ARMS
+from troll.lab.runs.folder import Line
+from troll.lab.runs.statistics import Interval, compare, interval, resampled, t_quantile
 
 Measure = Callable[[Line], float | None]
 SEED = "seed"

@@ -34,8 +34,8 @@ from scores import (
     widths,
 )
 
-from troll.runs.folder import Line
-from troll.runs.statistics import Interval
+from troll.lab.runs.folder import Line
+from troll.lab.runs.statistics import Interval
 
 NONE = "–"
 AUTHORS, DEFAULT = "troll", "troll-0.2"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from troll.models.gguf import convert
+from troll.lab.models.gguf import convert
 
 
 def repair(model: Any, tokenizer: Any) -> None:

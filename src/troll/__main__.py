@@ -2,7 +2,7 @@
 
 import sys
 
-from troll.cli import main
+from troll.lab.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.colors import to_hex
 from studies_cases import cell, figures, line, network
 
-from troll.report.data import Missing
-from troll.report.style import PALETTE, save, style
+from troll.lab.report.data import Missing
+from troll.lab.report.style import PALETTE, save, style
 
 
 @pytest.fixture(autouse=True)

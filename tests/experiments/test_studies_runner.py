@@ -14,7 +14,7 @@ import tiny_models
 import yaml
 from studies_cases import STUDIES, analyse, results, scores, study
 
-from troll.runs.folder import FORMAT
+from troll.lab.runs.folder import FORMAT
 
 
 def read(folder: Path, **text):

@@ -14,7 +14,7 @@ from torch import Tensor
 from troll import Head, InputError, SparsePolicy, aggregate, fused_troll_loss, troll_loss
 from troll.objective.aggregation import token_weights
 from troll.policy import head as head_module
-from troll.policy.products import Products
+from troll.policy.matmul import Products
 from troll.policy.single_pass import Plan
 
 B, T, V, H, K = 3, 4, 40, 5, 8

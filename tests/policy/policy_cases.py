@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
-from troll.kernels.choice import VARIABLE
+from troll.implementation import VARIABLE
 from troll.policy import SparsePolicy, restrict
 
 INF = math.inf

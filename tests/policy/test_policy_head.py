@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from troll import Head, SparsePolicy, restrict, sparsify
 from troll.policy import Scored
-from troll.policy import products as products_module
-from troll.policy.rows import types
+from troll.policy import matmul as products_module
+from troll.policy.scoring import types
 
 V, H, N, K = 53, 7, 11, 6
 BF16, F16 = torch.bfloat16, torch.float16

@@ -12,8 +12,8 @@ from policy_cases import F32, F64, INF, close, each_impl, greedy, ids, kept, nor
 from torch import Tensor
 
 from troll.policy import SparsePolicy, sparsify
-from troll.policy.rows import Logit, types
-from troll.policy.rows.reference import largest, log_norms
+from troll.policy.scoring import Logit, types
+from troll.policy.scoring.reference import largest, log_norms
 
 _impl = each_impl()
 

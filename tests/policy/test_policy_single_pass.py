@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from troll import Head, SparsePolicy, sparsify
-from troll.doubts import Later, resolve
+from troll.deferred import DeferredChecks, run_checks
 from troll.policy import Scored, single_pass
 from troll.policy import head as head_module
-from troll.policy.products import Products, _slices
-from troll.policy.rows import types
+from troll.policy.matmul import Products, _slices
+from troll.policy.scoring import types
 from troll.policy.single_pass import BUDGET, Plan, plan
 
 V, H, N, K = 53, 7, 11, 6
@@ -656,7 +656,7 @@ def test_slices_cover_everything_once(total: int, fit: int, device: str) -> None
 def test_rows_and_columns_fit_into_the_tile_and_cover_the_products(N: int, V: int, tile: int, converts: bool) -> None:
     products = Products(torch.zeros(N, 2), torch.zeros(V, 2, dtype=BF16 if converts else F32), None, tile_bytes=tile)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("troll.policy.products._VOCABULARY_SLICE", 17)
+        patch.setattr("troll.policy.matmul._VOCABULARY_SLICE", 17)
         rows, columns = list(products.rows()), list(products.columns())
     assert [i for part in rows for i in range(N)[part]] == list(range(N))
     assert [i for part in columns for i in range(V)[part]] == list(range(V))
@@ -668,7 +668,7 @@ def test_rows_and_columns_fit_into_the_tile_and_cover_the_products(N: int, V: in
 
 @pytest.mark.parametrize("weight_dtype", [F32, BF16])
 def test_the_parts_put_together_are_the_products(weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("troll.policy.products._VOCABULARY_SLICE", 17)
+    monkeypatch.setattr("troll.policy.matmul._VOCABULARY_SLICE", 17)
     hidden, weight, bias = normal(9, 4, seed=70), normal(V, 4, seed=71, dtype=weight_dtype), normal(V, seed=72)
     exact = hidden.double() @ weight.double().T + bias.double()
     products = Products(hidden, weight, bias, tile_bytes=4 * (3 * V + 1))
@@ -698,11 +698,11 @@ def test_a_counted_nan_is_refused_with_its_position(how: str, way: str, softcap:
     said = "logit nan of token 0 at position [6] (2 such positions)"
     with refuses(said, "finite logits"):
         single(case, leaves, mask=mask, way=way)
-    checks: Later = []
-    single(case, leaves, mask=mask, way=way, later=checks)
+    checks: DeferredChecks = []
+    single(case, leaves, mask=mask, way=way, deferred=checks)
     assert len(checks) == 1
     with refuses(said, "finite logits"):
-        resolve(checks)
+        run_checks(checks)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from troll.policy.rows import Logit, MostProbable, Scores, Upstream, reference, tuned, types
+from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, reference, types
+from troll.policy.scoring import cpu as tuned
 
 BF16, F16 = torch.bfloat16, torch.float16
 DTYPES = [BF16, F16, F32, F64]

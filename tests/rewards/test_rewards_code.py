@@ -12,13 +12,13 @@ import threading
 import pytest
 
 from troll.errors import InputError
-from troll.processes.pool import PoolError, WorkerFailed
 from troll.rewards import judge
 from troll.rewards.code import CodeReward, code_of
 from troll.rewards.inside.values import decode, encode
 from troll.rewards.judge import CodeWorker, Job, Verdict
 from troll.rewards.problems import Expression, Statement, Stream, parse_test, read_problem, same
-from troll.sandbox import Sandbox, SandboxError, isolations
+from troll.rewards.sandbox import Sandbox, SandboxError, isolations
+from troll.rewards.workers.pool import PoolError, WorkerFailed
 
 SQUARE = "def f(x):\n    return x * x\n"
 TESTS = ["assert f(3) == 9", "assert f(-2) == 4", "assert abs(f(0.5) - 0.25) < 1e-9"]
@@ -141,7 +141,7 @@ def test_processor_time_is_limited_too(worker, monkeypatch):
 
 
 def test_every_status_of_a_killed_process_is_right():
-    from troll.sandbox import Ending
+    from troll.rewards.sandbox import Ending
 
     assert judge._status(Ending(None, 9, 6.01, 0)) == "timeout"
     assert judge._status(Ending(None, 9, 0.3, 0)) == "limit"  # the system ran out of memory
@@ -477,7 +477,7 @@ def test_a_sandbox_that_dies_is_replaced_and_the_program_judged(monkeypatch):
 
 
 def test_a_sandbox_that_always_fails_is_no_reward_and_ends_the_run(monkeypatch):
-    monkeypatch.setattr("troll.processes.pool._PAUSE", 0.0)
+    monkeypatch.setattr("troll.rewards.workers.pool._PAUSE", 0.0)
     start = Sandbox.start
 
     def sometimes(self, module, limits=None):
@@ -503,7 +503,7 @@ def test_without_a_sandbox_the_first_program_says_so(monkeypatch):
     def none():
         raise SandboxError("model-written code to run, and no sandbox for it", "apt install bubblewrap")
 
-    monkeypatch.setattr("troll.sandbox.sandbox.best", none)
+    monkeypatch.setattr("troll.rewards.sandbox.sandbox.best", none)
     reward = CodeReward()
     with pytest.raises(SandboxError, match="apt install bubblewrap"):
         reward(completions=[SQUARE], tests=[TESTS])

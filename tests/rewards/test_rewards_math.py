@@ -19,11 +19,11 @@ import pytest
 from math_cases import CASES
 
 from troll.errors import InputError
-from troll.processes import Pool, PoolError, WorkerFailed
 from troll.rewards import MathReward, math_reward
 from troll.rewards import checker as checker_module
 from troll.rewards.checker import Checker, CheckerError, Question, Reply
 from troll.rewards.verl import decided, math_score
+from troll.rewards.workers import Pool, PoolError, WorkerFailed
 
 HANGS = "(((9^{9999})^{9999})^{999})^{999}"  # no cap sees it
 
@@ -204,7 +204,7 @@ def test_a_process_that_cannot_start_again_is_no_verdict(tmp_path):
 
 
 def test_rewards_are_masked_and_then_the_run_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("troll.processes.pool._PAUSE", 0.0)
+    monkeypatch.setattr("troll.rewards.workers.pool._PAUSE", 0.0)
     stop, start = starter(tmp_path)
     reward = MathReward(size=1)
     reward._pool = Pool(start, size=1, name="math")

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from troll.processes import PoolError
 from troll.rewards import verl
 from troll.rewards.verl import code_score, math_score
+from troll.rewards.workers import PoolError
 
 TESTS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 

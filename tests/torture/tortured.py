@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-for folder in ("tests/cli", "examples/trl"):
+for folder in ("tests/lab/cli", "examples/trl"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / folder))
 
 import cli_cases
 import tqdm
 
-from troll.checkpoints.state import load_state
-from troll.cli import main
-from troll.runs import Run
-from troll.training.recorder import RecordedTrainer
+from troll.lab.cli import main
+from troll.lab.runs import Run
+from troll.lab.training.recorder import RecordedTrainer
+from troll.trl.robust.tensor_state import load_state
 
 tqdm.tqdm.monitor_interval = 0  # no thread of its own: it would not be there after a fork
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
-from troll.kernels import Impl
+from troll.implementation import Impl
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, mean, summarise, token_stats

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from troll.doubts import Doubt, Later, now_or
+from troll.deferred import DeferredCheck, DeferredChecks, check_or_defer
 from troll.errors import InputError, require_choice
 from troll.policy import OnInvalid, SparsePolicy
 
@@ -35,7 +35,7 @@ class Batch:
         loss_mask: Tensor,
         importance_weights: Tensor | None,
         on_invalid: OnInvalid,
-        later: Later | None = None,
+        deferred: DeferredChecks | None = None,
     ) -> Batch:
         """Check and broadcast. Advantages are [B] or [B, T]; importance weights are broadcast likewise.
 
@@ -65,16 +65,16 @@ class Batch:
             skipped=(asked & ~counted).sum(),
         )
         if not torch.compiler.is_compiling():
-            now_or(later, batch._doubt(asked, proposal, on_invalid))
+            check_or_defer(deferred, batch._deferred_check(asked, proposal, on_invalid))
         return batch
 
-    def _doubt(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> Doubt:
+    def _deferred_check(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> DeferredCheck:
         wrong = ~self.advantages.isfinite().all()
         if self.weights is not None:
             wrong = wrong | ~self.weights.isfinite().all()
         if on_invalid == "raise":
             wrong = wrong | (self.skipped > 0)
-        return Doubt(wrong, partial(self._refuse, asked, proposal, on_invalid))
+        return DeferredCheck(wrong, partial(self._refuse, asked, proposal, on_invalid))
 
     def _refuse(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> None:
         if on_invalid == "raise" and bool(self.skipped > 0):

@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from troll.doubts import Doubt, Later, resolve
+from troll.deferred import DeferredCheck, DeferredChecks, run_checks
 from troll.errors import InputError
 from troll.objective.aggregation import Aggregation, token_weights
 from troll.objective.batch import Batch
@@ -59,8 +59,8 @@ def fused_troll_loss(
             "[B, T, H] and [B, T]",
             "hidden states that predict the sampled tokens: hidden[:, :-1]",
         )
-    doubts: Later = []  # what is only checked or reported waits until all that the device has to do is launched
-    batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise", doubts)
+    checks: DeferredChecks = []  # run once all kernels are launched
+    batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise", checks)
     flat = old.flatten()
     parts: list[tuple[Tensor | slice, Callable[[], TokenStats]]] = []
 
@@ -75,7 +75,7 @@ def fused_troll_loss(
     def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
         bound, weighted, weights = per_token()
         proposal, before = scored.policy, flat[at]
-        step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl, later=doubts)
+        step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl, deferred=checks)
         ratio = step.log_ratio.clamp(max=MAX_LOG_RATIO["token"]).exp()
         stats = partial(token_stats, proposal, before, ratio, step.projection, step.regression, scored.entropy)
         parts.append((at, stats))
@@ -91,13 +91,13 @@ def fused_troll_loss(
         temperature=old.temperature,
         loss_mask=batch.counted,
         memory_budget=memory_budget,
-        later=doubts,
+        deferred=checks,
     )
     stats = _on_grid([(at, part()) for at, part in parts], old.shape)
     metrics = {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
     lost = metrics["lost_mass"]
-    doubts.append(Doubt(lost > max_lost_mass, partial(check_lost_mass, lost, max_lost_mass)))
-    resolve(doubts)
+    checks.append(DeferredCheck(lost > max_lost_mass, partial(check_lost_mass, lost, max_lost_mass)))
+    run_checks(checks)
     return loss, metrics
 
 

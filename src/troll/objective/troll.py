@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.doubts import Doubt, Later, now_or, resolve
+from troll.deferred import DeferredCheck, DeferredChecks, check_or_defer, run_checks
 from troll.errors import InputError
-from troll.kernels import Impl, choose
+from troll.implementation import Impl, choose
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, summarise, token_stats
@@ -68,7 +68,7 @@ def constrain(
     solver: Solver = "newton",
     max_lost_mass: float = MAX_LOST_MASS,
     impl: Impl = "auto",
-    later: Later | None = None,
+    deferred: DeferredChecks | None = None,
 ) -> Constrained:
     """Align two policies over any positions [...] and project the one onto the trust region around the other.
 
@@ -78,8 +78,8 @@ def constrain(
     """
     support = max(proposal.token_ids.shape[-1], old.token_ids.shape[-1])
     if choose(impl, proposal.log_probs.device, kernel_cannot(support, solver)).impl == "triton":
-        step, doubt = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
-        now_or(later, doubt)
+        step, check = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
+        check_or_defer(deferred, check)
         return step
     aligned = align(proposal, old, tail)
     projection = project_normalised(aligned.proposal, aligned.old, kl_bound, solver, "reference")
@@ -102,10 +102,10 @@ def _fused(
     counted: Tensor | None,
     tail: Tail,
     max_lost_mass: float,
-) -> tuple[Constrained, Doubt]:
+) -> tuple[Constrained, DeferredCheck]:
     """The same from one kernel, which says in one transfer whether anything is wrong; ``align`` and the others say
     what."""
-    from troll.kernels import constrain as kernel
+    from troll.objective import triton as kernel
 
     if not _same_form(proposal, old, tail):
         align(proposal, old, tail)
@@ -128,7 +128,7 @@ def _fused(
             check_lost_mass(_of(projection.lost_mass, counted), max_lost_mass)
 
     step = Constrained(result.log_ratio.view(shape), result.regression.view(shape), projection)
-    return step, Doubt(result.faults[0] != 0, explain)
+    return step, DeferredCheck(result.faults[0] != 0, explain)
 
 
 def _same_form(proposal: SparsePolicy, old: SparsePolicy, tail: Tail) -> bool:
@@ -191,14 +191,14 @@ def troll_loss(
         importance_weights: w, [B] or [B, T], constant: corrects for a sampler that differs from ``old``. It multiplies
             the ratio term; the regression is a whole expectation and needs none.
         on_invalid: ``"mask"`` leaves out counted positions where a policy has no distribution, and reports how many.
-        impl: what computes, see ``troll.kernels.choice``. The kernel takes policies of at most 256 tokens.
+        impl: what computes, see ``troll.implementation``. The kernel takes policies of at most 256 tokens.
 
     Returns:
         The loss, and metrics as detached scalars (``docs/metrics.md`` explains each).
     """
     check_regression_coef(regression_coef)
-    doubts: Later = []
-    batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid, doubts)
+    checks: DeferredChecks = []
+    batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid, checks)
     step = constrain(
         proposal,
         old,
@@ -208,7 +208,7 @@ def troll_loss(
         solver=solver,
         max_lost_mass=max_lost_mass,
         impl=impl,
-        later=doubts,
+        deferred=checks,
     )
     ratio = ratios(step.log_ratio, batch.counted, ratio_level)
     weighted = ratio if batch.weights is None else ratio * batch.weights
@@ -221,5 +221,5 @@ def troll_loss(
     )
     stats = token_stats(proposal, old, ratio, step.projection, step.regression)
     metrics = {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
-    resolve(doubts)
+    run_checks(checks)
     return loss, metrics

@@ -1,6 +1,6 @@
 """``Head``: hidden states → ``SparsePolicy`` or a loss, without the logits [N, V] in memory.
 
-What is read off the logits is computed in fp32 (fp64 for fp64); ``troll.policy.products`` says how they are made,
+What is read off the logits is computed in fp32 (fp64 for fp64); ``troll.policy.matmul`` says how they are made,
 ``recompute`` and ``single_pass`` how they are differentiated.
 """
 
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from troll.doubts import Doubt, Later, now_or
+from troll.deferred import DeferredCheck, DeferredChecks, check_or_defer
 from troll.errors import InputError
-from troll.kernels import Impl
+from troll.implementation import Impl
+from troll.policy.matmul import Products
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
-from troll.policy.products import Products
 from troll.policy.recompute import ScoreRows
-from troll.policy.rows import Logit, MostProbable, Scores, choose_for
+from troll.policy.scoring import Logit, MostProbable, Scores, choose_for
 from troll.policy.single_pass import SinglePass, plan
 from troll.policy.sparse import SparsePolicy
 
@@ -59,7 +59,7 @@ class Head:
     gather: Callable[[Tensor, Tensor | None], AbstractContextManager[Any]] = _no_gather
     """Entered whenever weight and bias are read, forward and backward: brings sharded parameters together."""
     impl: Impl = "auto"
-    """What computes, see ``troll.kernels.choice``."""
+    """What computes, see ``troll.implementation``."""
 
     def sparsify(
         self,
@@ -71,18 +71,18 @@ class Head:
         temperature: float = 1.0,
         loss_mask: Tensor | None = None,
         on_invalid: OnInvalid = "raise",
-        later: Later | None = None,
+        deferred: DeferredChecks | None = None,
     ) -> Scored:
         """``troll.sparsify`` of the logits of ``hidden`` [..., H]; positions that do not count are not computed.
 
-        Whether all logits were distributions is known when the device is done; where ``later`` is given, that doubt is
-        added to it, for ``troll.doubts.resolve``.
+        Whether all logits were distributions is known when the device is done; where ``later`` is given, that check is
+        added to it, for ``troll.deferred.run_checks``.
         """
         with self.gather(self.weight, self.bias):
             support = _most_probable(max_support, tail_mass)
             positions = Positions(self.weight.shape[0], sampled, temperature, loss_mask, on_invalid)
-            scored, doubt = self._score(_Rows(self, hidden, positions, support))
-        now_or(later, doubt)
+            scored, check = self._score(_Rows(self, hidden, positions, support))
+        check_or_defer(deferred, check)
         return scored
 
     def restrict(
@@ -92,12 +92,12 @@ class Head:
         *,
         loss_mask: Tensor | None = None,
         on_invalid: OnInvalid = "raise",
-        later: Later | None = None,
+        deferred: DeferredChecks | None = None,
     ) -> Scored:
         """``troll.restrict`` of the logits of ``hidden`` [..., H] to the support of ``old``."""
         with self.gather(self.weight, self.bias):
-            scored, doubt = self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)))
-        now_or(later, doubt)
+            scored, check = self._score(_Rows(self, hidden, *self._support_of(old, loss_mask, on_invalid)))
+        check_or_defer(deferred, check)
         return scored
 
     def token_loss(
@@ -111,7 +111,7 @@ class Head:
         temperature: float = 1.0,
         loss_mask: Tensor | None = None,
         memory_budget: int | None = None,
-        later: Later | None = None,
+        deferred: DeferredChecks | None = None,
     ) -> Tensor:
         """A loss that is a sum over positions, with its gradients made in the forward, one product of the head fewer.
 
@@ -135,8 +135,8 @@ class Head:
                 support = _most_probable(max_support, tail_mass)
                 positions = Positions(self.weight.shape[0], target, temperature, loss_mask, "raise")
                 rows = _Rows(self, hidden, positions, support)
-            value, doubt = self._single_pass(rows, loss, memory_budget)
-        now_or(later, doubt)
+            value, check = self._single_pass(rows, loss, memory_budget)
+        check_or_defer(deferred, check)
         return value
 
     def _support_of(
@@ -147,12 +147,12 @@ class Head:
         positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
         return positions, old.token_ids.reshape(-1, old.token_ids.shape[-1])
 
-    def _score(self, rows: _Rows) -> tuple[Scored, Doubt]:
+    def _score(self, rows: _Rows) -> tuple[Scored, DeferredCheck]:
         ids, log_probs, log_tail, entropy, _ = ScoreRows.apply(*rows.inputs)  # type: ignore[no-untyped-call]
         policy = rows.policy(rows.spread(ids, -1), rows.spread(log_probs, -torch.inf), rows.spread(log_tail, 0.0))
-        return Scored(policy, rows.spread(entropy, 0.0)), rows.doubt(ids[:, 0])
+        return Scored(policy, rows.spread(entropy, 0.0)), rows.check(ids[:, 0])
 
-    def _single_pass(self, rows: _Rows, loss: TokenLoss, memory_budget: int | None) -> tuple[Tensor, Doubt]:
+    def _single_pass(self, rows: _Rows, loss: TokenLoss, memory_budget: int | None) -> tuple[Tensor, DeferredCheck]:
         def of_rows(scores: Scores, part: slice) -> Tensor:
             return loss(Scored(rows.policy(*scores[:3]), scores.entropy), part if rows.at is None else rows.at[part])
 
@@ -166,7 +166,7 @@ class Head:
             constant = not torch.is_grad_enabled()
             inputs = (x.detach() if constant and isinstance(x, Tensor) else x for x in rows.inputs)
             value, sampled = SinglePass.apply(*inputs, of_rows, how.tile_bytes)  # type: ignore[no-untyped-call]
-        return value, rows.doubt(sampled)
+        return value, rows.check(sampled)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -222,13 +222,13 @@ class _Rows:
         positions = self.positions
         return SparsePolicy.trusted(ids, log_probs, log_tail, positions.vocab_size, positions.temperature)
 
-    def doubt(self, sampled: Tensor) -> Doubt:
+    def check(self, sampled: Tensor) -> DeferredCheck:
         """Whether a row has no distribution, which is where its slot 0 is −1."""
 
         def logits(row: int) -> Tensor:
             return self.head.logits(self.flat[row, None].detach(), self.positions.temperature)[0]
 
-        return self.positions.doubt(self.spread(sampled, 0).flatten(), logits)
+        return self.positions.check(self.spread(sampled, 0).flatten(), logits)
 
 
 def _check(head: Head, hidden: Tensor, positions: torch.Size) -> None:

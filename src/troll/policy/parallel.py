@@ -1,8 +1,8 @@
 """Logits whose vocabulary is divided among processes → one ``SparsePolicy``, the same on all of them.
 
 Tensor parallelism leaves process r of a group with the columns [first, first + width) of the logits [N, V]. It scores
-them as if they were everything, with ``troll.policy.rows``, and sends what they come to. With L_r = log Σ e^z over its
-columns, and everything else relative to that, the whole is
+them as if they were the whole vocabulary (``troll.policy.scoring``), and sends the result. With L_r = log Σ e^z over
+its columns, and everything else relative to that, the whole is
 
     L = log Σ_r e^(L_r),   log w_r = L_r − L,   tail = Σ_r w_r tail_r + what was sent and is not kept,
     entropy = Σ_r w_r (entropy_r − log w_r)
@@ -29,13 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from troll.doubts import Doubt, resolve
+from troll.deferred import DeferredCheck, run_checks
 from troll.errors import InputError
-from troll.kernels import Choice, Impl
+from troll.implementation import Choice, Impl
 from troll.policy.head import Scored
 from troll.policy.positions import OnInvalid, check_support, check_vocabulary
-from troll.policy.rows import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
-from troll.policy.rows.reference import at_tokens, here, keep_enough, largest, log_tail_of, normalised
+from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
+from troll.policy.scoring.reference import at_tokens, here, keep_enough, largest, log_tail_of, normalised
 from troll.policy.sparse import SparsePolicy
 from troll.policy.sparsify import _Rows
 
@@ -149,8 +149,8 @@ class _ShardRows(_Rows):
         ids, log_probs, log_tail, entropy, agree = _ScoreShard.apply(  # type: ignore[no-untyped-call]
             self.logits, shard, logit, self.sampled, support, self.counted, choice
         )
-        impossible = self.doubt(ids[:, 0], lambda row: shard.whole(logit.read(self.logits[row].detach())))
-        resolve([Doubt(~agree, self._refuse_widths), impossible])
+        impossible = self.check(ids[:, 0], lambda row: shard.whole(logit.read(self.logits[row].detach())))
+        run_checks([DeferredCheck(~agree, self._refuse_widths), impossible])
         policy = SparsePolicy.trusted(
             ids.reshape(*self.shape, ids.shape[-1]),
             log_probs.reshape(*self.shape, ids.shape[-1]),

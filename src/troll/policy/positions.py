@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from troll.doubts import Doubt
+from troll.deferred import DeferredCheck
 from troll.errors import InputError, require_choice
 from troll.policy.sparse import check_temperature
 
@@ -83,14 +83,14 @@ class Positions:
                 "the tokenizer of this model; padding positions belong under loss_mask",
             )
 
-    def doubt(self, slot_0: Tensor, scaled_logits: Callable[[int], Tensor]) -> Doubt:
+    def check(self, slot_0: Tensor, scaled_logits: Callable[[int], Tensor]) -> DeferredCheck:
         """Whether a counted row has no token in slot 0 [N]: its logits define no distribution with the sampled one.
 
         ``scaled_logits`` gives the logits of one row.
         """
         bad = slot_0 < 0 if self.counted is None else (slot_0 < 0) & self.counted
         any_bad = bad.any() if self.on_invalid == "raise" else bad.new_zeros(())
-        return Doubt(any_bad, lambda: self._refuse(bad, scaled_logits))
+        return DeferredCheck(any_bad, lambda: self._refuse(bad, scaled_logits))
 
     def _refuse(self, bad: Tensor, scaled_logits: Callable[[int], Tensor]) -> None:
         self.check_ids()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from troll.kernels import Choice
-from troll.policy.products import Products, add_product, product
-from troll.policy.rows import Logit, MostProbable, Scores, Upstream, gradient, score
+from troll.implementation import Choice
+from troll.policy.matmul import Products, add_product, product
+from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, gradient, score
 
 Gather = Callable[[Tensor, Tensor | None], AbstractContextManager[Any]]
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from troll.errors import InputError
-from troll.kernels import Choice
-from troll.policy.products import Products, add_product, product
-from troll.policy.rows import Logit, MostProbable, Scores, Upstream, gradient, scale_, score, work_dtype
+from troll.implementation import Choice
+from troll.policy.matmul import Products, add_product, product
+from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, gradient, scale_, score, work_dtype
 
 BUDGET = {"cpu": 1 << 29, "other": 1 << 32}
 _FEWEST_ROWS = 512  # in a chunk: with fewer, summing the gradient of the weight takes longer than new logits

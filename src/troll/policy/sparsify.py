@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from troll.doubts import now_or
+from troll.deferred import check_or_defer
 from troll.errors import InputError
-from troll.kernels import Choice, Impl
+from troll.implementation import Choice, Impl
 from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
-from troll.policy.rows import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
+from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
 from troll.policy.sparse import SparsePolicy
 
 
@@ -43,7 +43,7 @@ def sparsify(
         on_invalid: what to do where counted logits are NaN or +inf or give the sampled token no probability:
             ``"raise"``, or ``"mask"`` those positions (``valid`` is False there; the losses count them). Inside
             ``torch.compile``, where nothing can be raised, they are masked.
-        impl: what computes, see ``troll.kernels.choice``.
+        impl: what computes, see ``troll.implementation``.
     """
     check_support(max_support, tail_mass)
     rows = _Rows(logits, sampled, temperature, loss_mask, on_invalid)
@@ -103,7 +103,7 @@ class _Rows(Positions):
             self.logits, logit, self.sampled, support, self.counted, choice
         )
         if not torch.compiler.is_compiling():
-            now_or(None, self.doubt(ids[:, 0], lambda row: logit.read(self.logits[row].detach())))
+            check_or_defer(None, self.check(ids[:, 0], lambda row: logit.read(self.logits[row].detach())))
         return SparsePolicy.trusted(
             ids.reshape(*self.shape, ids.shape[-1]),
             log_probs.reshape(*self.shape, ids.shape[-1]),

@@ -4,7 +4,7 @@ As operators they are opaque to ``torch.compile`` (no graph break, whatever the 
 too), run in their own precision under autocast, and refuse double backward with a sentence instead of a wrong number.
 
 Rows are padded, [N, K], or jagged: the values of all rows one after another, ``offsets`` [N + 1] where each begins, and
-the length of the ``longest``. The definition is here; ``troll.kernels.projection`` computes the same numbers.
+the length of the ``longest``. The definition is here; ``troll.projection.triton`` computes the same numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from troll.kernels import Impl, choose
+from troll.implementation import Impl, choose
 from troll.policy import LOG_FLOOR, token_kl
 from troll.projection.bracketing import solve_bracketing
 from troll.projection.derivative import vjp
@@ -74,7 +74,7 @@ def project_rows(
     """Rows and bounds [N] → projected rows and, [N] each, mix, KL before and after, iterations, converged."""
     support = proposal.shape[-1] if offsets is None else longest
     if choose(cast(Impl, impl), proposal.device, kernel_cannot(support, solver)).impl == "triton":
-        from troll.kernels.projection import project
+        from troll.projection.triton import project
 
         return project(proposal, old, kl_bound, LOG_FLOOR, offsets, longest)
     if offsets is None:
@@ -169,7 +169,7 @@ def project_rows_backward(
     """Equation (7) for rows: the gradient on ``proposal``. Rows that were not projected pass theirs on."""
     support = proposal.shape[-1] if offsets is None else longest
     if choose(cast(Impl, impl), proposal.device, kernel_cannot(support, "newton")).impl == "triton":
-        from troll.kernels.projection import project_backward
+        from troll.projection.triton import project_backward
 
         return project_backward(grad, projected, proposal, old, mix, LOG_FLOOR, offsets, longest)
     if offsets is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError, require_choice
-from troll.kernels import Impl
+from troll.implementation import Impl
 from troll.projection.checks import (
     check_content,
     check_kl_bound,
@@ -78,7 +78,7 @@ def project(
         solver: ``"newton"``, or ``"bracketing"``, the authors' method, slower and independent.
         max_lost_mass: an error is raised if the proposal has, on average, more than this mass on tokens that the old
             policy excludes with −inf. Below it, such tokens are left out and the rest is renormalised.
-        impl: what computes, see ``troll.kernels.choice``. The kernel takes at most 256 tokens a position.
+        impl: what computes, see ``troll.implementation``. The kernel takes at most 256 tokens a position.
 
     The derivative with respect to ``proposal`` is the closed form (7), exact on both sides of the kink at KL = ε. See
     the README of this folder.

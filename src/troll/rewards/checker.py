@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from troll.errors import InputError
-from troll.processes import Conversation, NoReply, WorkerFailed
-from troll.processes.lines import Late
-from troll.sandbox.isolation import bubblewrap, python
+from troll.rewards.sandbox.isolation import bubblewrap, python
+from troll.rewards.workers import Conversation, NoReply, WorkerFailed
+from troll.rewards.workers.lines import Late
 
 SECONDS = 3.0  # for an answer
 WORKER = Path(__file__).with_name("checker_worker.py")
@@ -46,7 +46,7 @@ class Reply:
 
 
 class Checker:
-    """A worker for ``troll.processes.Pool``: a process that checks answers, started again after it was killed.
+    """A worker for ``troll.rewards.workers.Pool``: a process that checks answers, started again after it was killed.
 
     Args:
         what: ``kind`` (math or gym) and what that kind needs.

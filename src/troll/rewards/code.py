@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from troll.processes.pool import Pool
 from troll.rewards.judge import SECONDS, CodeWorker, Job, Verdict
 from troll.rewards.problems import Problem, read_problem
+from troll.rewards.sandbox import Isolation
 from troll.rewards.text import text_of
-from troll.sandbox import Isolation
+from troll.rewards.workers.pool import Pool
 
 
 def code_of(text: str) -> str | None:

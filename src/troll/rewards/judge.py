@@ -15,11 +15,11 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from troll.processes.lines import Ended, Garbled, Late, Long, NoReply
-from troll.processes.pool import WorkerFailed
 from troll.rewards.inside import calls, examiner, stream, values
 from troll.rewards.problems import Case, Problem, Statement, Stream
-from troll.sandbox import Ending, Isolation, Run, Sandbox, SandboxError
+from troll.rewards.sandbox import Ending, Isolation, Run, Sandbox, SandboxError
+from troll.rewards.workers.lines import Ended, Garbled, Late, Long, NoReply
+from troll.rewards.workers.pool import WorkerFailed
 
 Status = Literal["pass", "wrong", "timeout", "crash", "limit", "infra_error"]
 SECONDS = 15.0  # on the clock, for a program and all its cases

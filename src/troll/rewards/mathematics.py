@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from troll.errors import InputError
-from troll.processes import Pool
 from troll.rewards.answers import Answer, Leaf, Pair, boxed, certain, read, same
 from troll.rewards.checker import SECONDS, Checker, Question, Reply, apart
 from troll.rewards.text import text_of
+from troll.rewards.workers import Pool
 
 _PAIRS = 400  # of expressions, for one answer
 

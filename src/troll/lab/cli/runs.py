@@ -1,0 +1,166 @@
+"""``troll runs``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from troll.lab.cli.arguments import Parser, existing_folder
+from troll.lab.runs.listing import Details, Entry, details, entries
+from troll.lab.runs.summary import one_line
+
+DESCRIPTION = """\
+The runs and comparisons in a folder, and how to go on with them.
+
+  troll runs                             all of them: state, updates, reward, age, size
+  troll runs arithmetic-troll            one: its checkpoints, each read and checked, and what went wrong
+  troll runs --runs_dir /data/runs       another folder
+  troll runs --json                      the same for scripts
+
+  running       a process is writing it
+  finished      it made all of its updates
+  interrupted   Ctrl-C, SIGTERM, or its terminal was closed; with a checkpoint unless it was stopped at once
+  failed        it ended with an error, which `troll runs NAME` shows
+  killed        it ended without a word: kill -9, out of memory, a power cut
+  broken        its files cannot be read
+
+Of those that ended early, the last column has the update that `troll train --resume NAME` goes on from.
+"""
+_COLOURS = {"running": "bold", "finished": "green", "interrupted": "yellow"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """List, or show one."""
+    options = _parser().parse_args(list(argv))
+    if options.name is None:
+        found = entries(Path(options.runs_dir))
+        if options.json:
+            print(json.dumps([entry.as_json() for entry in found], indent=1))
+        else:
+            _show(found, options.runs_dir, Console())
+        return 0
+    one = details(existing_folder(options.name, options.runs_dir))
+    if options.json:
+        print(json.dumps(one.as_json(), indent=1))
+        return 0
+    for line in lines_of(one):
+        print(one_line(line) if line else "")
+    for entry in one.runs:
+        print("  " + "  ".join(filter(None, _cells(entry))))
+    return 0
+
+
+def check(argv: Sequence[str]) -> None:
+    """Raise if these flags cannot be."""
+    if not {"-h", "--help"} & set(argv):
+        _parser().parse_args(list(argv))
+
+
+def _parser() -> Parser:
+    parser = Parser("troll runs", DESCRIPTION)
+    parser.add_argument("name", nargs="?", help="The name or folder of a run or comparison to show in detail.")
+    parser.add_argument("--runs_dir", default="runs", help="The folder that has one folder per run.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    return parser
+
+
+def _show(found: Sequence[Entry], runs_dir: str, console: Console) -> None:
+    """A table on a terminal, one line each elsewhere."""
+    if not found:
+        print(f"There is no run in {runs_dir}; `troll train` makes one.")
+        return
+    headers = ("name", "state", "updates", "reward", "age", "size", "")
+    if not console.is_terminal:
+        for entry in found:
+            print("\t".join(cell or "–" for cell in _cells(entry)))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for entry in found:
+        table.add_row(*map(Text, _cells(entry)), style=_COLOURS.get(entry.state, "red"))
+    console.print(table, highlight=False)
+
+
+def _cells(entry: Entry) -> tuple[str, ...]:
+    done = "" if entry.step is None else f"{entry.step}{f'/{entry.max_steps}' if entry.max_steps else ''}"
+    if entry.kind == "comparison" and done:
+        done = f"{done} runs"
+    reward = "" if entry.reward is None else f"{entry.reward:.3f}"
+    age = "" if entry.age is None else age_of(entry.age)
+    return (one_line(entry.name), entry.state, done, reward, age, size_of(entry.size), _note(entry))
+
+
+def _note(entry: Entry) -> str:
+    if entry.state == "broken":
+        return one_line(entry.why or "")
+    if entry.resumable_from is None:
+        return ""
+    if entry.kind == "comparison":
+        return "go on with --resume"
+    return f"resumes from update {entry.resumable_from}"
+
+
+def lines_of(one: Details) -> Iterator[str]:
+    """A run in words."""
+    entry, about = one.entry, one.about
+    name, state, done, reward, age, size, _ = _cells(entry)
+    yield f"{name}: {state}"
+    if entry.state == "broken":
+        yield f"It cannot be read: {entry.why}."
+        return
+    yield f"  {'runs' if entry.kind == 'comparison' else 'updates'}  {done.removesuffix(' runs')}"
+    if reward:
+        yield f"  reward   {reward}, of the last rollout"
+    yield f"  age      {age or 'not known'}; on disk: {size}"
+    for what in ("task", "model"):
+        yield f"  {what:8} {about[what]['name']}"
+    if entry.kind == "run":
+        yield f"  region   {about.get('arm_label', '')}"
+    if entry.why:
+        yield f"  error    {entry.why}"
+    for change in about.get("changes", []):
+        yield f"  changed  after update {change['step']}: {'; '.join(change['differences'])}"
+    for kept in one.checkpoints:
+        yield f"  {kept.name}  {size_of(kept.size)}  {'good' if kept.wrong is None else kept.wrong}"
+    if entry.kind == "run" and not one.checkpoints:
+        yield "  no checkpoints"
+    if entry.resumable_from is not None:
+        good = max((kept.step for kept in one.checkpoints if kept.wrong is None), default=0)
+        step = good if one.checkpoints else entry.resumable_from
+        command = "compare" if entry.kind == "comparison" else "train"
+        where = "" if entry.kind == "comparison" else f", from update {step}"
+        yield f"Go on with{where}: troll {command} --resume {shlex.quote(entry.path)}"
+
+
+def age_of(seconds: float) -> str:
+    """In the largest unit of which there are two.
+
+    >>> age_of(30), age_of(125), age_of(5 * 3600), age_of(47 * 3600), age_of(60 * 3600)
+    ('30 s', '2 min', '5 h', '47 h', '2 days')
+    """
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def size_of(size: float) -> str:
+    """Bytes in decimal units, as disks are sold.
+
+    >>> size_of(999), size_of(1_600_000_000), size_of(25_300_000)
+    ('999 B', '1.6 GB', '25 MB')
+    """
+    value: Any = size
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.1f} {unit}" if value < 10 and unit != "B" else f"{value:.0f} {unit}"

@@ -1,0 +1,105 @@
+"""``troll doctor --attack``: the sandbox of this machine under attack, and what held."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from troll.errors import InputError
+from troll.lab.runs.summary import one_line
+from troll.rewards.sandbox import DANGER, Isolation, SandboxError, best, isolations
+from troll.rewards.selftest import suite
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+VERDICTS = {"held": "green", "known limit": "yellow", "SUCCEEDED": "bold red"}
+
+
+def run(name: str | None, as_json: bool = False) -> int:
+    """Make all attacks, print what became of them; 1 if one succeeded that is not known to, or none can be made."""
+    try:
+        isolation = _isolation(name)
+        results = list(_followed(isolation))
+    except SandboxError as error:
+        print(f"troll: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    bad = [result for result in results if verdict(result) == "SUCCEEDED"]
+    if as_json:
+        print(
+            json.dumps({"isolation": isolation.name, "held": not bad, "attacks": list(map(asdict, results))}, indent=2)
+        )
+    else:
+        _show(results)
+        print(summary(isolation, results))
+    return 1 if bad else 0
+
+
+def verdict(result: suite.Result) -> str:
+    """In a word or two."""
+    return "held" if result.held else "known limit" if result.known else "SUCCEEDED"
+
+
+def summary(isolation: Isolation, results: Sequence[suite.Result]) -> str:
+    """In a sentence."""
+    counts = {word: sum(verdict(result) == word for result in results) for word in VERDICTS}
+    said = f"{isolation.name} held against {counts['held']} of {len(results)} attacks"
+    if counts["known limit"]:
+        said += f"; known limits: {counts['known limit']}"
+    if counts["SUCCEEDED"]:
+        said += (
+            f"; SUCCEEDED: {counts['SUCCEEDED']}. Do not run code here that you do not trust, and please report this"
+        )
+    return f"{said}."
+
+
+def _isolation(name: str | None) -> Isolation:
+    found = {isolation.name: isolation for isolation in isolations()}
+    if name is not None and name not in found:
+        raise InputError(f"--isolation {name}", " or ".join(found), "leaving it out, for the best there is")
+    isolation = found[name] if name is not None else best()
+    if isolation.name not in found:
+        raise SandboxError(
+            f"no sandbox to be attacked, because {DANGER}={os.environ.get(DANGER)}", "apt install bubblewrap"
+        )
+    return isolation
+
+
+def _followed(isolation: Isolation) -> Iterator[suite.Result]:
+    """The results, with a line for every category while they come."""
+    print(f"Attacking {isolation.name}, which takes about a minute …", file=sys.stderr, flush=True)
+    for category, group in groupby(suite.run(isolation), lambda result: result.category):
+        results = []
+        for result in group:
+            results.append(result)
+            yield result
+        held, seconds = sum(result.held for result in results), sum(result.seconds for result in results)
+        print(f"  {category}: {held} of {len(results)} held ({seconds:.0f} s)", file=sys.stderr, flush=True)
+
+
+def _show(results: Sequence[suite.Result]) -> None:
+    """A coloured table on a terminal, aligned text elsewhere."""
+    from rich.console import Console
+
+    rows = [(result.category, result.name, verdict(result), result.detail or result.says) for result in results]
+    console = Console()
+    if console.is_terminal:
+        console.print(_table(rows))
+        return
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    print(*("  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows), "", sep="\n")
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("category", "attack", "", "what it tries, or what it got", box=None, pad_edge=True)
+    for *cells, word, detail in rows:
+        table.add_row(*map(Text, cells), Text(word, style=VERDICTS[word]), Text(detail))
+    return table

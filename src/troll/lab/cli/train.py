@@ -1,0 +1,310 @@
+"""``troll train``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from troll.errors import InputError
+from troll.lab.cli.arguments import existing_folder
+from troll.lab.cli.flags import Flags
+from troll.lab.runs import Run, check_run_name, free_run_name
+from troll.lab.runs.folder import CONFIG
+from troll.lab.runs.listing import resumable_from
+from troll.lab.runs.names import run_name_of
+from troll.lab.runs.summary import sentences
+from troll.lab.training.settings import DEFAULT_MODEL, ONLY_VERL, RunSettings, defaults
+from troll.trl.robust.changes import differences, refuse_changes
+from troll.trl.robust.lock import locked
+
+DESCRIPTION = """\
+Fine-tune a language model on a task with verifiable rewards, with a trust region in place of PPO's clip.
+
+  troll train                                              SmolLM2-135M on short sums, on a CPU, in minutes
+  troll train --trust_region clip                          the same under PPO's clip
+  troll train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
+  troll train --task gym:gcd --task_options max_value=20   any task of reasoning-gym
+  troll train --task my_task.py                            your own prompts and reward
+  troll train --config my.yaml --kl_bound 0.02             flags from a file, some of them changed
+  troll train --dry_run                                    the settings, memory and time, and nothing else
+  troll train --resume arithmetic-troll                    go on with a run that was interrupted, or killed
+  troll train --resume x --kl_bound 0.1 --allow_changes    go on with it under other settings
+  accelerate launch -m troll train …                       on several GPUs
+  troll train --engine verl --nodes 8 --gpus_per_node 8    on a Ray cluster, with verl
+
+A run is a folder below --runs_dir: metrics.jsonl, config.yaml, the model, report.html. Ctrl-C saves and ends it;
+`troll runs` lists them all.
+Rollouts are used for several updates; with one, no trust region has anything to do.
+"""
+
+_MEASURED_PROMPTS = 64  # whose mean length stands for all
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train, or say what training would be."""
+    flags = Flags(argv, description=DESCRIPTION)
+    if flags.wants_help:
+        print(flags.help(defaults(DEFAULT_MODEL, {}, has_gpu())), end="")
+        return 0
+    settings, folder = flags.run(), None
+    changes: Sequence[str] = ()
+    if settings.resume is not None:
+        folder, flags, changes = _resumed(flags, settings)
+        settings = flags.run()
+    _check_engine(flags, settings)
+    quiet()
+    command = f"troll train {shlex.join(argv)}".strip()
+    if settings.engine == "verl":
+        from troll.lab.cli import verl
+
+        return verl.run(flags, settings, folder, command, changes)
+    from troll.lab.training.progress import say
+    from troll.lab.training.run import execute
+
+    plan = plan_of(flags, settings, folder, command, changes)
+    main = plan.args.process_index == 0
+    if settings.dry_run:
+        if main:
+            _dry_run(plan)
+        return 0
+    console = Console()
+    if main:
+        say(console, f"{plan.task.name}: {plan.task.description}")
+        say(console, f"{plan.model} → {plan.folder}")
+    try:
+        finished = execute(plan, console)
+    except KeyboardInterrupt:
+        if main:
+            say(console, stopped(plan.folder))
+        raise
+    if main:
+        for line in conclusion(finished, settings):
+            say(console, line)
+    return 0
+
+
+def check(argv: Sequence[str]) -> None:
+    """Raise if these flags cannot be."""
+    flags = Flags(argv)
+    if flags.wants_help:
+        return
+    settings = flags.run()
+    options_of(settings.task_options)
+    _check_engine(flags, settings)
+    args, model = flags.configs(defaults(settings.model, {}, has_gpu(), settings.engine), "unused")
+    if settings.engine == "verl":
+        from troll.lab.cli import verl
+
+        verl.check(flags, settings, args, model)
+
+
+def _check_engine(flags: Flags, settings: RunSettings) -> None:
+    """Raise for flags that the engine does not have."""
+    for name in ONLY_VERL if settings.engine == "trl" else ():
+        if name in flags.said:
+            hints = {"nodes": "accelerate launch --num_machines", "gpus_per_node": "accelerate launch --num_processes"}
+            raise InputError(
+                f"--{name} with --engine trl", "--engine verl, which has it", hints.get(name, "leaving it out")
+            )
+
+
+def has_gpu() -> bool:
+    """Whether there is anything faster than a CPU."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def quiet() -> None:
+    """Leave the terminal to what a run has to say."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import datasets
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def options_of(pairs: Sequence[str]) -> Mapping[str, Any]:
+    """``key=value`` with values as YAML reads them.
+
+    >>> options_of(["digits=2", "operations=+-"])
+    {'digits': 2, 'operations': '+-'}
+    """
+    options = {}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found or not key:
+            raise InputError(f"the task option {pair!r}", "key=value", "--task_options digits=2")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:
+            read = None
+        options[key] = read if isinstance(read, (int, float, str)) else value
+    return options
+
+
+def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags, list[str]]:
+    """The folder of a run, the flags it goes on with, and which of them it did not have."""
+    for name in ("run_name", "dry_run"):
+        if name in flags.said:
+            raise InputError(f"--resume with --{name}", "a run that has its name and settings", "--resume alone")
+    folder = existing_folder(str(settings.resume), settings.runs_dir, "a run")
+    if Run.open(folder).about["status"] == "finished":
+        raise InputError(f"the run {folder} to go on with, which is finished", "a run that is not", "a new run")
+    if os.environ.get("RANK", "0") == "0":
+        with locked(folder):  # if somebody else has it, say so before anything is loaded
+            pass
+    both = flags.over(folder / CONFIG)
+    before, after = Flags(["--config", str(folder / CONFIG)]).values(), both.values()
+    after["runs_dir"] = before["runs_dir"]  # where it was looked for
+    if before["engine"] != after["engine"]:
+        raise InputError(f"--engine {after['engine']} for a run of {before['engine']}", "the same engine", "a new run")
+    refuse_changes(before, after, flags.value("allow_changes", False))
+    return folder, both, differences(before, after, everything=True)
+
+
+def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: str, changes: Sequence[str] = ()) -> Any:
+    """The run that these flags ask for, in a new folder or in one to go on with: ``troll.lab.training.run.Plan``."""
+    from troll.lab.models import load_config, resolve_model
+    from troll.lab.tasks import load_task
+    from troll.lab.training.run import Plan
+    from troll.rewards.sandbox import allow_unsandboxed
+
+    allow_unsandboxed(settings.dangerously_run_code_unsandboxed)
+    seed = flags.value("seed", defaults(settings.model, {}, has_gpu())["seed"])
+    task = load_task(
+        settings.task,
+        data=settings.data,
+        eval_data=settings.eval_data,
+        options=options_of(settings.task_options),
+        reward=settings.reward,
+        train_size=settings.train_size,
+        held_out_size=settings.held_out_size,
+        seed=seed,
+    )
+    usual = defaults(settings.model, dict(task.settings), has_gpu(), settings.engine)
+    args, model_config = flags.configs(usual, settings.runs_dir)
+    resumes = folder is not None
+    if folder is None:
+        name = flags.value("run_name", None)
+        folder = _agreed(args, lambda: new_folder(Path(settings.runs_dir), name, settings.task, args.trust_region))
+    args.output_dir, args.run_name = str(folder), folder.name
+    before_training = not (resumes and settings.engine == "verl") and args.eval_strategy != "no"
+    args.eval_on_start = args.eval_on_start and before_training
+    path = resolve_model(settings.model)
+    plan = Plan(
+        folder=folder,
+        model=settings.model,
+        model_path=path,
+        task=task,
+        args=args,
+        model_config=model_config,
+        config=flags.resolved(),
+        command=command,
+        save_model=settings.save_model,
+        keep_checkpoints=flags.value("keep_checkpoints", settings.model != DEFAULT_MODEL),
+        resumes=resumes,
+        changes=changes,
+    )
+    load_config(path, **plan.origin)
+    return plan
+
+
+def _agreed(args: Any, choose: Callable[[], Path]) -> Path:
+    """What the first process chooses: another one may look when the folder is already made."""
+    from accelerate.utils import broadcast_object_list
+
+    chosen = [choose() if args.process_index == 0 else None]
+    return broadcast_object_list(chosen)[0]  # type: ignore[no-any-return]
+
+
+def new_folder(root: Path, name: str | None, task: str, trust_region: str) -> Path:
+    """Where a new run goes: a name that was asked for must be free, another one is made so."""
+    if name is None:
+        plain = Path(task).stem if task.endswith(".py") else task
+        return root / free_run_name(root, run_name_of(f"{plain}-{trust_region}"))
+    folder = root / check_run_name(name)
+    if folder.exists():
+        raise InputError(
+            f"--run_name {name}, which {folder} has already", "a new name", f"--resume {name} to go on with it"
+        )
+    return folder
+
+
+def _dry_run(plan: Any) -> None:
+    """Print the settings, and what they need as comments: together a file for --config."""
+    print(yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True), end="")
+    print("\n".join(f"# {line}".rstrip() for line in f"\n{needs(plan)}".splitlines()))
+
+
+def needs(plan: Any) -> Any:
+    """What a run will need in memory and time: ``troll.lab.training.estimate.Estimate``."""
+    from trl import get_peft_config
+
+    from troll.lab.models import load_tokenizer
+    from troll.lab.training.estimate import estimate
+
+    args, task = plan.args, plan.task
+    args.model_init_kwargs = {"dtype": plan.model_config.dtype, **(args.model_init_kwargs or {})}
+    return estimate(
+        args,
+        plan.model_path,
+        _prompt_tokens(task.train["prompt"][:_MEASURED_PROMPTS], load_tokenizer(plan.model_path, **plan.origin)),
+        args.device,
+        prompts=len(task.train),
+        held_out=len(task.held_out),
+        peft_config=get_peft_config(plan.model_config),
+    )
+
+
+def _prompt_tokens(prompts: Sequence[Any], tokenizer: Any) -> float:
+    """Mean length of some prompts, plain or chat."""
+
+    def tokens(prompt: Any) -> int:
+        if isinstance(prompt, str):
+            return len(tokenizer(prompt)["input_ids"])
+        return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    return sum(map(tokens, prompts)) / len(prompts)
+
+
+def conclusion(run: Run, settings: RunSettings) -> Iterator[str]:
+    """What came of it, and what to do next."""
+    if run.about["status"] == "interrupted":
+        yield f"Interrupted, with a checkpoint. Go on with: {_resume(run.path)}"
+        return
+    yield from sentences(run)
+    if settings.write_report:
+        from troll.lab.report import write_report
+
+        try:
+            yield f"Report: {write_report(run.path)}"
+        except KeyboardInterrupt:
+            yield f"The run is finished, its report is not written. Write it with: troll report {_quoted(run.path)}"
+            raise
+
+
+def stopped(folder: Path) -> str:
+    """What is left of a run that was stopped at once."""
+    if not folder.exists():
+        return "Stopped before the first update: nothing is kept."
+    step = resumable_from(folder)
+    if not step:
+        return f"Stopped at once, and there is no checkpoint. Begin again, from update 0, with: {_resume(folder)}"
+    return f"Stopped at once. The last good checkpoint is checkpoint-{step}. Go on with: {_resume(folder)}"
+
+
+def _resume(folder: Path) -> str:
+    return f"troll train --resume {_quoted(folder)}"
+
+
+def _quoted(folder: Path) -> str:
+    return shlex.quote(str(folder))

@@ -1,0 +1,128 @@
+"""Rules about what goes wrong around the method: lengths, rewards, sampler, numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from troll.lab.report.rules.finding import NOTE, Change, Finding, found, scaled, slower
+from troll.lab.report.rules.history import History, before, throughout, trailing
+from troll.lab.runs.formatting import number, percent, plural
+
+ROLLOUTS = 3
+"""In a row, before a share is spoken of."""
+CUT = 0.3
+"""Of the completions, without an end. A good run of the embedded model begins with 0.14 and is at 0 soon."""
+SPIKE, SPIKES, SPIKE_ROLLOUTS = 10.0, 2, 5
+"""Times the median of earlier rollouts, on so many of the last ones: a single spike is common in good runs."""
+TYPICAL_ROLLOUTS, FEWEST = 20, 5
+"""How many earlier rollouts that median is of, and at least."""
+MISMATCH = 0.1
+"""Mean |log π_sampler − log π_trainer| per token: ratios are off by a tenth before the first update, half of what a
+clip of ±0.2 allows. Rounding to bf16 gives about 0.01."""
+
+
+def skipped(history: History) -> Finding | None:
+    """skipped_updates > 0, or tokens without a distribution: numbers that are not finite."""
+    updates, tokens = history.most("troll/skipped_updates"), history.most("troll/skipped_tokens")
+
+    def seen(i: int) -> str:
+        if updates[i] > 0:
+            return f"{plural(int(updates[i]), 'update')} skipped so far, as loss or gradient was not finite"
+        return f"{plural(round(tokens[i]), 'token')} left out, as the network gave NaN or infinity"
+
+    means = "Such numbers come from overflow: a large step, or fp16"
+    changes = [slower(history, "smaller steps"), Change("--bf16 true", "in place of fp16, if that is in use")]
+    return found(history, "skipped_updates", (updates > 0) | (tokens > 0), seen, means, changes)
+
+
+def unscored(history: History) -> Finding | None:
+    """unscored_completions > 0: without a reward they teach nothing."""
+    count = history.most("troll/unscored_completions")
+    return found(
+        history,
+        "unscored",
+        count > 0,
+        lambda i: f"{plural(int(count[i]), 'completion')} of a rollout without a reward",
+        "A reward function raised an error or gave no number; these completions are left out",
+        [Change("", "look at what the reward functions return; `troll doctor` checks the sandbox")],
+    )
+
+
+def infra(history: History) -> Finding | None:
+    """code/infra_error > 0: programs that the sandbox could not judge."""
+    share = history.most("code/infra_error")
+    return found(
+        history,
+        "infra_error",
+        share > 0,
+        lambda i: f"{percent(share[i])} of the programs could not be judged",
+        "The sandbox does not work as it should; these completions are left out",
+        [Change("", "`troll doctor` says what is missing")],
+    )
+
+
+def cut(history: History) -> Finding | None:
+    """completions/clipped_ratio > ``CUT`` on ``ROLLOUTS`` rollouts."""
+    share = history.first("completions/clipped_ratio")
+    return found(
+        history,
+        "cut_completions",
+        throughout(share > CUT, ROLLOUTS),
+        lambda i: f"{percent(share[i])} of the completions were cut at the limit of their length",
+        "They are judged without their end, so that length is punished and not mistakes",
+        [scaled(history, "max_completion_length", 2, "room to finish")],
+        ROLLOUTS,
+    )
+
+
+def spikes(history: History) -> Finding | None:
+    """grad_norm > ``SPIKE`` × the median of earlier rollouts, on ``SPIKES`` of the last ``SPIKE_ROLLOUTS``."""
+    norm = history.most("grad_norm")
+    typical = np.full(norm.size, math.nan)
+    for n in range(FEWEST, TYPICAL_ROLLOUTS + 1):  # the first ones have fewer before them
+        earlier = before(trailing(norm, n, np.median), 1)
+        typical = np.where(np.isfinite(earlier), earlier, typical)
+    spike = (norm > SPIKE * typical) & (typical > 0)
+    count = trailing(spike.astype(np.float64), SPIKE_ROLLOUTS, np.sum)
+    return found(
+        history,
+        "gradient_spikes",
+        spike & (count >= SPIKES),
+        lambda i: f"a gradient of {number(norm[i])}, {norm[i] / typical[i]:.0f} times the usual, again",
+        "Single batches throw the network far, as far as max_grad_norm lets them",
+        [
+            slower(history, "the same batch moves it less"),
+            Change("--max_grad_norm 0.2", "limits what one batch can do"),
+        ],
+        SPIKE_ROLLOUTS,
+        NOTE,
+    )
+
+
+def sampler(history: History) -> Finding | None:
+    """sampling/sampling_logp_difference/mean > ``MISMATCH`` on ``ROLLOUTS`` rollouts."""
+    gap = history.first("sampling/sampling_logp_difference/mean")
+    return found(
+        history,
+        "sampler_mismatch",
+        throughout(gap > MISMATCH, ROLLOUTS),
+        lambda i: f"sampler and trainer differ by {number(gap[i])} in the log-probability of a token, on average",
+        "Completions come from another policy than the one that scores them; the trust region does not see that",
+        [Change("--vllm_importance_sampling_correction true", "weighs completions by how much they differ")],
+        ROLLOUTS,
+    )
+
+
+def unconverged(history: History) -> Finding | None:
+    """unconverged_tokens > 0: the solver stopped at its step limit."""
+    count = history.most("troll/unconverged_tokens")
+    return found(
+        history,
+        "unconverged",
+        count > 0,
+        lambda i: f"the solver stopped early for {plural(max(1, round(count[i])), 'token')}",
+        "It should not",
+        [Change("", "please report it, with the run's tokens.jsonl")],
+    )

@@ -1,0 +1,218 @@
+"""What there is below a folder of runs, and in which state; read from files alone, whatever is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from troll.errors import InputError
+from troll.lab.runs.folder import ABOUT, COMPARISON, METRICS, Comparison, Line, Run
+from troll.trl.robust.lock import is_locked
+from troll.trl.robust.store import MANIFEST, checkpoints, verify
+
+STATES = ("running", "finished", "interrupted", "failed", "killed", "broken")
+"""Killed: it says that it is running, and nobody holds its lock. Broken: its files cannot be read."""
+_VERL = Path("checkpoints") / "latest_checkpointed_iteration.txt"
+_TAIL = 1 << 18  # bytes of the metrics that are read: those of the last rollouts
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run or a comparison, in the words of a list."""
+
+    name: str
+    path: str
+    kind: str
+    """``run`` or ``comparison``."""
+    state: str
+    """One of ``STATES``."""
+    step: int | None = None
+    max_steps: int | None = None
+    """Updates made, and how many there are to be; of a comparison, its runs."""
+    reward: float | None = None
+    """Of the last rollout."""
+    started: str | None = None
+    size: int = 0
+    """Bytes on disk."""
+    resumable_from: int | None = None
+    """The update that ``--resume`` goes on from, 0 for the beginning; None where there is nothing to go on with."""
+    why: str | None = None
+    """What went wrong, if something did."""
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since it was started."""
+        try:
+            return (datetime.now(UTC) - datetime.fromisoformat(str(self.started))).total_seconds()
+        except (ValueError, TypeError):
+            return None
+
+    def as_json(self) -> Line:
+        """Every field."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint of a run."""
+
+    name: str
+    step: int
+    size: int
+    wrong: str | None
+    """Why it cannot be gone on from; None if it is good."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """One run or comparison, and what it keeps."""
+
+    entry: Entry
+    about: Line = field(default_factory=dict)
+    checkpoints: list[Kept] = field(default_factory=list)
+    runs: list[Entry] = field(default_factory=list)
+
+    def as_json(self) -> Line:
+        """Every field."""
+        kept, runs = [asdict(x) for x in self.checkpoints], [x.as_json() for x in self.runs]
+        return {**self.entry.as_json(), "about": self.about, "checkpoints": kept, "runs": runs}
+
+
+def entries(root: Path) -> list[Entry]:
+    """Every run and comparison directly below a folder, the one that was started last first."""
+    if not root.is_dir():
+        return []
+    found = [entry_of(path) for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    there = sorted((x for x in found if x is not None), key=lambda x: x.name)
+    return sorted(there, key=lambda x: x.started or "", reverse=True)
+
+
+def entry_of(folder: Path) -> Entry | None:
+    """A run or comparison; None for a folder that is neither, broken if it is one and cannot be read."""
+    kind = "comparison" if (folder / COMPARISON).exists() else "run"
+    if kind == "run" and not (folder / ABOUT).exists():
+        return None
+    named: Line = {"name": folder.name, "path": str(folder), "kind": kind}
+    try:
+        return (_comparison if kind == "comparison" else _run)(folder, named)
+    except (InputError, OSError) as error:
+        why = error.given if isinstance(error, InputError) else str(error)
+    except Exception as error:  # whatever stands in a file that was not written by troll
+        why = f"{type(error).__name__}: {error}"
+    return Entry(**named, state="broken", size=_size(folder), why=why)
+
+
+def details(folder: Path) -> Details:
+    """With every checkpoint read and checked, which takes as long as reading it."""
+    entry = entry_of(folder)
+    if entry is None:
+        raise InputError(str(folder), "the folder of a run or a comparison", "troll runs, which lists them")
+    if entry.state == "broken":
+        return Details(entry)
+    if entry.kind == "comparison":
+        about = Comparison(folder).about
+        names = [name for arm in about["arms"] for name in arm["runs"]]
+        runs = [x for x in (entry_of(folder / name) for name in names) if x is not None]
+        return Details(entry, about, runs=runs)
+    kept = [Kept(path.name, step, _size(path), verify(path)) for step, path in checkpoints(folder).items()]
+    return Details(entry, Run(folder).about, kept)
+
+
+def resumable_from(folder: Path) -> int:
+    """The update of the newest checkpoint that was written to the end, without checking it; 0 if there is none."""
+    return max((step for step, path in checkpoints(folder).items() if (path / MANIFEST).is_file()), default=0)
+
+
+def _run(folder: Path, named: Line) -> Entry:
+    about = Run(folder).about
+    state = _state(str(about["status"]), folder)
+    early = state not in ("finished", "running")
+    lines = list(_tail(folder / METRICS))
+    rewards = [line["reward"] for line in lines if isinstance(line.get("reward"), int | float)]
+    steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
+    most = about.get("max_steps") or about["settings"].get("max_steps") or 0
+    return Entry(
+        **named,
+        state=state,
+        step=steps[-1] if steps else 0,
+        max_steps=most if most > 0 else None,
+        reward=rewards[-1] if rewards else None,
+        started=about.get("started"),
+        size=_size(folder),
+        resumable_from=_verl_step(folder, about) or resumable_from(folder) if early else None,
+        why=str(about["error"]) if about.get("error") else None,
+    )
+
+
+def _comparison(folder: Path, named: Line) -> Entry:
+    """Finished if all of its runs are; else how they are, the worst first."""
+    about = Comparison(folder).about
+    names = [name for arm in about["arms"] for name in arm["runs"]]
+    runs = [entry_of(folder / name) for name in names]
+    states = ["waiting" if run is None else run.state for run in runs]
+    begun = [run.started for run in runs if run is not None and run.started]
+    if is_locked(folder):
+        state = "running"
+    elif set(states) <= {"finished"}:
+        state = "finished"
+    else:
+        state = next((x for x in ("broken", "failed", "killed") if x in states), "interrupted")
+    wrong = [f"{name}: {run.state}" for name, run in zip(names, runs, strict=True) if run and run.why]
+    return Entry(
+        **named,
+        state=state,
+        step=states.count("finished"),
+        max_steps=len(names),
+        started=min(begun, default=None),
+        size=_size(folder),
+        resumable_from=None if state in ("finished", "running") else 0,
+        why=", ".join(wrong) or None,
+    )
+
+
+def _state(status: str, folder: Path) -> str:
+    if is_locked(folder):
+        return "running"
+    return "killed" if status == "running" else status if status in STATES else "broken"
+
+
+def _verl_step(folder: Path, about: Line) -> int:
+    """verl counts rollouts."""
+    try:
+        rollouts = int((folder / _VERL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+    return rollouts * int(about["settings"].get("updates_per_generation") or 1)
+
+
+def _tail(path: Path) -> Iterator[Line]:
+    """The last lines of a file that are whole, without reading all of it."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _TAIL))
+        lines = file.read().splitlines()
+    for line in lines:
+        try:
+            value: Any = json.loads(line)
+        except ValueError:  # the first one may be cut, and the last
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for where, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(where, name)).st_size
+            except OSError:  # it was deleted in between
+                continue
+    return total

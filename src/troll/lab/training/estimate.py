@@ -1,0 +1,358 @@
+"""What a run will need, before it is run: memory from the shapes of the model, time from the speed of this machine.
+
+The model is built without weights. Memory adds up what one process holds at its fullest moment. Time counts the matrix
+products of an update, and what it reads and writes, and divides by rates measured here in a second. Both are estimates:
+in five runs of SmolLM2-135M on one core memory came within a fifth; the default run on two free cores was to take two
+minutes and took 160 s. On a GPU they have not been compared.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from troll.lab.models import ModelShape
+from troll.trl import TROLLConfig
+
+FASTEST, SLOWEST = 0.6, 1.8
+"""The range that is given with a time, as factors."""
+_CONTEXT = 500_000_000  # of CUDA and its libraries
+_OPERATIONS = 100  # Python and launches of one layer's forward, in small operations
+_REACHED = {"cpu": 0.8, "other": 0.5}  # by the products of a model, of the rate of a large one
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a device is."""
+
+    flops: float
+    """Floating-point operations per second of the matrix products of a model."""
+    bandwidth: float
+    """Bytes read and written per second."""
+    operation: float
+    """Seconds for the smallest operation."""
+
+    @classmethod
+    def measure(cls, device: torch.device, dtype: torch.dtype) -> Speed:
+        """In about a second."""
+        reached = _REACHED.get(device.type, _REACHED["other"])
+        n = 512 if device.type == "cpu" else 4096
+        a, b, c = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(3))
+        source, target = (torch.ones(1 << 24, device=device) for _ in range(2))
+        small = torch.ones(1, device=device)
+        return cls(
+            flops=reached * 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=c), device),
+            bandwidth=2 * 4 * source.numel() / _seconds(lambda: target.copy_(source), device),
+            operation=_seconds(lambda: small.add_(1), device),
+        )
+
+
+def _seconds(operation: Callable[[], Any], device: torch.device, limit: float = 0.25) -> float:
+    """Of one call: the fastest of several series, as other work on the machine only slows it down."""
+
+    def series(n: int) -> float:
+        start = time.perf_counter()
+        for _ in range(n):
+            operation()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        return (time.perf_counter() - start) / n
+
+    first = series(3)
+    n = max(1, int(limit / 5 / max(first, 1e-7)))
+    return min(series(n) for _ in range(4))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory in bytes, time in seconds."""
+
+    memory: dict[str, int]
+    """What is held, by what it is for."""
+    most: int
+    """Held at once, at the fullest moment."""
+    available: int
+    device: str
+    update: dict[str, float]
+    """Seconds of one update, with its share of the rollout, by what they are spent on."""
+    updates: int | None
+    evaluation: float
+    """Seconds of all evaluations."""
+    assumptions: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough memory."""
+        return self.most <= self.available
+
+    @property
+    def per_update(self) -> float:
+        """Seconds."""
+        return sum(self.update.values())
+
+    @property
+    def total(self) -> float | None:
+        """Seconds of the whole run; None if it is not known how many updates there are."""
+        return None if self.updates is None else self.updates * self.per_update + self.evaluation
+
+    def __str__(self) -> str:
+        width = max(map(len, [*self.memory, *self.update, "most at once"])) + 2
+        verdict = f"of {_gigabytes(self.available)} free ({self.device})" + ("" if self.fits else ": DOES NOT FIT")
+        lines = ["Memory, about", *(f"  {name:{width}}{_gigabytes(x):>9}" for name, x in self.memory.items() if x)]
+        lines += [f"  {'most at once':{width}}{_gigabytes(self.most):>9}  {verdict}", "", "Time, about"]
+        lines += [f"  {name:{width}}{_duration(x):>9}" for name, x in self.update.items() if x]
+        lines += [f"  {'one update':{width}}{_duration(self.per_update):>9}"]
+        if self.evaluation:
+            lines += [f"  {'all evaluations':{width}}{_duration(self.evaluation):>9}"]
+        if self.total is not None:
+            between = f"between {_duration(FASTEST * self.total)} and {_duration(SLOWEST * self.total)}"
+            lines += [f"  {'the run':{width}}{_duration(self.total):>9}  {self.updates} updates; {between}"]
+        return "\n".join([*lines, "", "Assumed", *(f"  {line}" for line in self.assumptions)])
+
+
+def estimate(
+    args: TROLLConfig,
+    model_path: str,
+    prompt_tokens: float,
+    device: torch.device,
+    *,
+    prompts: int | None = None,
+    held_out: int = 0,
+    peft_config: Any = None,
+    speed: Speed | None = None,
+) -> Estimate:
+    """What a run with these settings needs, on this device, in each process.
+
+    Args:
+        args: the schedule and the sizes of batches.
+        model_path: what is trained; only its configuration is read.
+        prompt_tokens: mean length of a prompt.
+        device: where it is trained.
+        prompts: size of the training set, from which the updates follow where ``max_steps`` does not say.
+        held_out: size of the held-out set.
+        peft_config: of the adapter, if one is trained in place of the weights.
+        speed: of the device; measured if it is not given.
+    """
+    shape = ModelShape.of(model_path, peft_config, trust_remote_code=args.trust_remote_code)
+    stored = _dtype((args.model_init_kwargs or {}).get("dtype"))
+    lowered = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else stored
+    sizes = _Sizes(args, shape, prompt_tokens, device, stored, lowered, peft_config is not None)
+    speed = speed or Speed.measure(device, lowered)
+    memory = sizes.memory()
+    updates = sizes.updates(prompts)
+    learning = sum(memory[name] for name in _LEARNING)
+    generating = sum(memory[name] for name in _GENERATING)
+    return Estimate(
+        memory=memory,
+        most=sum(memory.values()) - min(learning, generating),
+        available=_available(device),
+        device=_name(device),
+        update=sizes.update(speed),
+        updates=updates,
+        evaluation=sizes.evaluation(speed, updates, held_out),
+        assumptions=tuple(sizes.assumptions(speed)),
+    )
+
+
+_LEARNING = ("gradients", "activations", "logits and head")
+_GENERATING = ("key-value cache", "generation besides")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sums."""
+
+    args: TROLLConfig
+    shape: ModelShape
+    prompt: float
+    device: torch.device
+    stored: torch.dtype
+    lowered: torch.dtype
+    adapter: bool
+
+    @property
+    def batch(self) -> int:
+        return int(self.args.per_device_train_batch_size)
+
+    @property
+    def rollout(self) -> int:
+        """Completions this process generates at once."""
+        return int(self.batch * self.args.steps_per_generation)
+
+    @property
+    def completion(self) -> int:
+        return int(self.args.max_completion_length)
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.completion
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether the old policy is kept."""
+        return self.args.trust_region == "troll" or self.args.measure_kl
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for."""
+        shape, args = self.shape, self.args
+        stored, lowered = self.stored.itemsize, self.lowered.itemsize
+        tokens = self.batch * self.length
+        layers = shape.layers * shape.activations
+        if args.gradient_checkpointing:
+            layers = shape.layers * shape.hidden + shape.activations
+        elements = 1 << (24 if self.device.type == "cpu" else 26)
+        tile = min(self.batch * self.completion, max(1, elements // shape.vocabulary)) * shape.vocabulary
+        head = 0 if self.adapter else 4 * shape.hidden * shape.vocabulary  # its gradient, summed in fp32
+        logits = self.rollout * shape.vocabulary
+        cache = self.rollout * self.length * shape.layers * 2 * shape.keys
+        prefill = self.rollout * self.prompt * (4 * shape.hidden + 3 * shape.inner)
+        vllm = args.use_vllm
+        colocated = vllm and args.vllm_mode == "colocate"
+        reference = args.beta != 0 and not self.adapter
+        parts = {
+            "Python and libraries": _libraries(self.device),
+            "weights": shape.parameters * stored,
+            "weights in half precision": shape.parameters * lowered if lowered < stored else 0,
+            "reference model": shape.parameters * stored if reference else 0,
+            "optimizer": shape.trainable * _optimizer_bytes(args.optim, stored),
+            "old policy of a rollout": self.rollout * self.completion * (7 * args.max_support + 6) * self.keeps_old,
+            "vLLM": args.vllm_gpu_memory_utilization * _total(self.device) if colocated else 0,
+            "gradients": shape.trainable * stored,
+            "activations": tokens * (layers + 2 * shape.hidden) * (lowered + (lowered < stored)),
+            "logits and head": tile * (lowered + 4 * 2) + head,
+            "key-value cache": 0 if vllm else cache * lowered,
+            "generation besides": 0 if vllm else prefill * lowered + 4 * 4 * logits,
+        }
+        return {name: int(x) for name, x in parts.items()}
+
+    def update(self, speed: Speed) -> dict[str, float]:
+        """Seconds of an update by what they are spent on; a rollout's are divided among its updates."""
+        shape, args = self.shape, self.args
+        updates = args.steps_per_rollout / args.gradient_accumulation_steps
+        passes = 4 if args.gradient_checkpointing else 3  # a backward is two forwards
+        learn = passes * self._layers(speed, self.batch, self.length)
+        learn += self._head(speed, self.batch * self.completion, products=4)
+        score = self._layers(speed, self.rollout, self.length) + self._head(speed, self.rollout * self.completion, 1)
+        score *= (self.keeps_old or args.trust_region_can_act) + (args.beta != 0)
+        # gradients are written, added to, measured and scaled; weights and both moments are read and written
+        optimizer = shape.trainable * self.stored.itemsize * 12 / speed.bandwidth
+        return {
+            "generate": self._generate(speed, self.rollout) / updates,
+            "score": score / updates,
+            "learn": learn * args.gradient_accumulation_steps,
+            "optimizer": optimizer,
+        }
+
+    def _layers(self, speed: Speed, sequences: float, length: float) -> float:
+        """Seconds of a forward through the layers."""
+        shape = self.shape
+        attention = 2 * length * shape.hidden * shape.layers
+        products = sequences * length * (shape.forward + attention) / speed.flops
+        traffic = sequences * length * shape.layers * shape.activations * self.lowered.itemsize / speed.bandwidth
+        return products + traffic + shape.layers * _OPERATIONS * speed.operation
+
+    def _head(self, speed: Speed, tokens: float, products: int) -> float:
+        return tokens * products * (self.shape.head / speed.flops + 10 * 4 * self.shape.vocabulary / speed.bandwidth)
+
+    def _generate(self, speed: Speed, sequences: float) -> float:
+        """Seconds: the prompt in one forward, then one forward per token, which reads every weight for little work."""
+        shape = self.shape
+        weights = shape.parameters * self.lowered.itemsize / speed.bandwidth
+        products = sequences * shape.forward / speed.flops
+        cache = sequences * self.length * shape.layers * 2 * shape.keys * self.lowered.itemsize / speed.bandwidth
+        step = weights + products + cache + shape.layers * _OPERATIONS * speed.operation
+        step += self._head(speed, sequences, products=1)
+        return self._layers(speed, sequences, self.prompt) + self.completion * step
+
+    def updates(self, prompts: int | None) -> int | None:
+        """Of the whole run: as told, or one per batch of the complete rollouts in the data."""
+        args = self.args
+        if args.max_steps > 0:
+            return int(args.max_steps)
+        if prompts is None:
+            return None
+        rollouts = prompts * args.num_generations // args.generation_batch_size
+        passes = rollouts * args.steps_per_rollout
+        per_epoch: int = max(1, math.ceil(passes / args.gradient_accumulation_steps))
+        return math.ceil(float(args.num_train_epochs) * per_epoch)
+
+    def evaluation(self, speed: Speed, updates: int | None, held_out: int) -> float:
+        """Seconds of all evaluations; 0 where their number is not known."""
+        args = self.args
+        if args.eval_strategy != "steps" or not held_out or not updates:
+            return 0.0
+        every = args.eval_steps if args.eval_steps >= 1 else max(1, math.ceil(args.eval_steps * updates))
+        times = updates // every + bool(args.eval_on_start)
+        samples = held_out * (args.num_generations_eval or args.num_generations)
+        batch = min(samples, int(args.per_device_eval_batch_size))
+        one = self._generate(speed, batch) + self._layers(speed, batch, self.length)
+        one += self._head(speed, batch * self.completion, 1)
+        return float(times * math.ceil(samples / batch / max(1, args.world_size)) * one)
+
+    def assumptions(self, speed: Speed) -> Iterator[str]:
+        """What the numbers rest on."""
+        weights = f"{self.shape.parameters / 1e6:,.0f} million weights"
+        yield f"{weights} in {_short(self.stored)}, computed in {_short(self.lowered)}"
+        rates = f"{speed.flops / 1e9:,.0f} GFLOP/s in a model, {speed.bandwidth / 1e9:,.0f} GB/s"
+        yield f"{rates}, from products and copies timed a moment ago; nothing else runs on this machine"
+        yield f"prompts of {self.prompt:.0f} tokens, and every completion as long as it may be: {self.completion}"
+        if self.args.use_vllm:
+            yield "vLLM as fast as plain generation; it is faster"
+        if self.shape.experts:
+            yield "every expert used for every token; in fact some are"
+        if self.args.world_size > 1:
+            yield f"each of {self.args.world_size} processes holds all this; FSDP and DeepSpeed share it"
+
+
+def _optimizer_bytes(name: Any, stored: int) -> float:
+    """Per trainable weight."""
+    name = str(getattr(name, "value", name))
+    if "8bit" in name:
+        return 2.0
+    if "sgd" in name or "adafactor" in name:  # no state, and one per row and column
+        return 0.0
+    return float(stored if "lion" in name else 2 * stored)
+
+
+def _libraries(device: torch.device) -> int:
+    return _CONTEXT if device.type != "cpu" else int(psutil.Process().memory_info().rss)
+
+
+def _available(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    return int(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
+
+
+def _total(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(str(value), torch.float32)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+
+
+def _gigabytes(x: float) -> str:
+    return f"{x / 1e9:.2f} GB" if x < 1e10 else f"{x / 1e9:.0f} GB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,209 @@
+"""``RecordedTrainer``: the TROLL trainer, and a record of what it did in the folder of the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from troll.lab.runs import append_line
+from troll.lab.runs.folder import METRICS, SAMPLES, TOKENS
+from troll.lab.training.histograms import HEADER, TokenHistogram
+from troll.lab.training.stopwatch import Stopwatch
+from troll.lab.training.token_groups import kl_by_group
+from troll.objective import TokenStats
+from troll.trl import TROLLTrainer
+from troll.trl.robust.skipped_batches import REWARDS
+
+_SHOWN, _SHOWN_TOKENS, _SHOWINGS = 4, 1024, 24  # completions at a time, tokens of each, times in a run
+
+
+class RecordedTrainer(TROLLTrainer):
+    """Writes metrics, histograms over tokens and some completions to ``folder``; times what it does."""
+
+    def __init__(self, *args: Any, folder: Path, seconds_before: float = 0.0, **named: Any) -> None:
+        self._stopwatch = Stopwatch()
+        self._histogram = TokenHistogram()
+        self._folder = folder
+        self._seconds_before, self._began = seconds_before, time.perf_counter()
+        self._busy = 0.0
+        self._before: tuple[float, float] | None = None
+        super().__init__(*args, **named)
+        self.add_callback(_Record(self))
+
+    # ------------------------------------------------------------------ what takes how long
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run up to now, with what it took before it was resumed."""
+        return self._seconds_before + time.perf_counter() - self._began
+
+    def training_step(self, *args: Any, **named: Any) -> Any:
+        """As TRL; what is not one of the parts below is the backward pass."""
+        with self._stopwatch("backward"):
+            return super().training_step(*args, **named)
+
+    def _prepare_inputs(self, *args: Any, **named: Any) -> Any:
+        with self._stopwatch("other"):
+            return super()._prepare_inputs(*args, **named)
+
+    def _generate(self, *args: Any, **named: Any) -> Any:
+        with self._stopwatch("generate"):
+            return super()._generate(*args, **named)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        with self._stopwatch("score"):
+            return super()._generate_and_score_completions(inputs)
+
+    def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
+        with self._stopwatch("reward"):
+            return super()._calculate_rewards(*args, **named)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        with self._stopwatch("forward"):
+            return super()._compute_loss(model, inputs)
+
+    def evaluate(self, *args: Any, **named: Any) -> Any:
+        """As TRL."""
+        with self._stopwatch("evaluate", whole=True):
+            return super().evaluate(*args, **named)
+
+    def _save_checkpoint(self, *args: Any, **named: Any) -> None:
+        with self._stopwatch("save", whole=True):
+            super()._save_checkpoint(*args, **named)
+
+    def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
+        """As TRL, with the seconds since the last log."""
+        if self._mode == "train":
+            metrics, laps = self._metrics["train"], self._stopwatch.lap()
+            self._busy += sum(seconds for name, seconds in laps.items() if name not in ("evaluate", "save"))
+            for activity, seconds in laps.items():
+                metrics[f"time/{activity}"] = [seconds]
+            if metrics.get("num_tokens"):
+                metrics["tokens_per_second"] = [self._rate(metrics["num_tokens"][-1])]
+        super().log(logs, *args, **named)
+
+    def _rate(self, tokens: float) -> float:
+        """Tokens per second since the log before that had a rollout; evaluating and saving do not count."""
+        seconds, before = self._before or (self._busy, math.nan)
+        self._before = (self._busy, tokens)
+        return (tokens - before) / (self._busy - seconds) if self._busy > seconds else math.nan
+
+    # ------------------------------------------------------------------ what happened to the tokens
+
+    def observe_tokens(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
+        """Log which of them move, add them to the histogram of this update, and show some completions now and then."""
+        if self._mode == "train":
+            advantages = inputs["advantages"]
+            per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(inputs["completion_ids"])
+            for name, value in kl_by_group(stats["kl_before"], counted, self._gather(per_token)).items():
+                self._metrics["train"][f"troll/{name}"].append(value)
+        if self._mode == "train" and self.accelerator.is_main_process:
+            self._histogram.add(stats, counted)
+            if self._shows_now:
+                self._show(stats, counted, inputs)
+
+    def update_again(self) -> None:
+        """Forget the tokens of an update that is made once more."""
+        self._histogram = TokenHistogram()
+
+    @property
+    def _place_in_rollout(self) -> int | None:
+        """Which of the updates on its rollout is being made, from 0."""
+        updates = self.args.updates_per_generation
+        return None if updates is None else self.state.global_step % updates
+
+    @property
+    def _shows_now(self) -> bool:
+        """In the last update on a rollout, where the policy is farthest from the old one; not on every rollout."""
+        updates = self.args.updates_per_generation or 1
+        rollout, place = divmod(self.state.global_step, updates)
+        rollouts = math.ceil(self.state.max_steps / updates)
+        every = math.ceil(rollouts / _SHOWINGS)
+        chosen = rollout % every == 0 or rollout == rollouts - 1
+        return bool(chosen and place == updates - 1 and self.accelerator.sync_gradients)
+
+    def _show(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
+        ids, prompts, masks = inputs["completion_ids"], inputs["prompt_ids"], inputs["prompt_mask"].bool()
+        rewards, advantages = inputs.get(REWARDS), inputs["advantages"]
+
+        def decode(tokens: list[int]) -> str:
+            text: str = self.processing_class.decode(
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            return text
+
+        for row in range(min(_SHOWN, len(ids))):
+            kept = counted[row].nonzero()[:_SHOWN_TOKENS, 0]
+            if not len(kept):
+                continue
+            of_token = {name: values[row, kept].tolist() for name, values in stats.items()}
+            advantage = advantages[row] if advantages.dim() == 1 else advantages[row, kept[0]]
+            line = {
+                "step": self.state.global_step + 1,
+                "update": self._place_in_rollout,
+                "place": row,
+                "prompt": decode(prompts[row, masks[row]].tolist()),
+                "tokens": pieces(ids[row, kept].tolist(), decode),
+                "kl": of_token["kl_before"],
+                "ratio": of_token["ratio"],
+                "reward": None if rewards is None else float(rewards[row]),
+                "advantage": float(advantage),
+            }
+            if "projected" in stats:
+                line["kl_after"] = of_token["kl_after"]
+                line["projected"] = [x > 0 for x in of_token["projected"]]
+            append_line(self._folder / SAMPLES, line)
+
+
+def pieces(tokens: list[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """What each token adds to the text; one that ends inside a character adds nothing, the next one all of it."""
+    texts: list[str] = []
+    known = new = 0  # the text of tokens [known:new] is decoded again, as spaces depend on what stands before
+    for end in range(1, len(tokens) + 1):
+        before, text = decode(tokens[known:new]), decode(tokens[known:end])
+        unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(tokens)
+        texts.append("" if unfinished else text[len(before) :])
+        if not unfinished:
+            known, new = new, end
+    return texts
+
+
+class _Record(TrainerCallback):
+    """Writes the files."""
+
+    def __init__(self, trainer: RecordedTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero and not (self.trainer._folder / TOKENS).exists():
+            append_line(self.trainer._folder / TOKENS, HEADER)
+        self.trainer._stopwatch.lap()
+        self.trainer._began = time.perf_counter()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._optimizer = self.trainer._stopwatch("optimizer")
+        self._optimizer.__enter__()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._optimizer.__exit__(None, None, None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self.trainer
+        line = trainer._histogram.line()
+        trainer._histogram = TokenHistogram()
+        if line is not None:
+            updates = args.updates_per_generation
+            place = None if updates is None else (state.global_step - 1) % updates
+            append_line(trainer._folder / TOKENS, {"step": state.global_step, "update": place, **line})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if not state.is_world_process_zero or "train_runtime" in logs:
+            return
+        line = {"step": state.global_step, "seconds": round(self.trainer.seconds, 3), **logs}
+        append_line(self.trainer._folder / METRICS, {k: v for k, v in line.items() if v is not None})

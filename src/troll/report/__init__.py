@@ -1,5 +1,0 @@
-"""A run or a comparison as one HTML file that opens offline, and its figures for papers."""
-
-from troll.report.write import write_report
-
-__all__ = ["write_report"]

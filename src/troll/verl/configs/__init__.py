@@ -1,0 +1,1 @@
+"""Hydra groups for verl: ``'hydra.searchpath=[pkg://troll.verl.configs]' +trust_region=troll``."""

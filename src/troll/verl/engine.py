@@ -1,0 +1,162 @@
+"""verl's engines with a trust region: ``actor_rollout_ref.model.model_type=troll_lm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import ulysses_pad_and_slice_inputs
+from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from troll.errors import InputError
+from troll.modeling import check_dropout
+from troll.policy import SparsePolicy, restrict, sparsify
+from troll.verl.config import MODEL_TYPE, recorded
+from troll.verl.loss import Update, options_of
+from troll.verl.transport import OLD_POLICY, Positions, write
+
+_DEVICES = ["cuda", "npu"]
+
+
+class TrustRegion(BaseEngine):
+    """What an engine with a trust region does besides: to be mixed into one of verl's engines for language models.
+
+    The engine of the actor scores a rollout (no loss function): the sparse old policy is recorded. It updates on it
+    (verl's ``ppo_loss``): the loss becomes an ``Update``. Passes of a reference, an engine of its own or the actor
+    without its adapter, are left alone.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, *rest: Any, **named: Any) -> None:
+        model_config.model_type = "language_model"  # what verl's engine calls the same model
+        _refuse(model_config, engine_config)
+        self._adapter_disabled = False
+        self._records = False
+        self._max_support, self._tail_mass = recorded(engine_config)
+        super().__init__(model_config, engine_config, *rest, **named)
+
+    def initialize(self) -> None:
+        """As verl; refuses dropout."""
+        super().initialize()
+        if not self.engine_config.forward_only:
+            for module in self.modules:
+                check_dropout(module, "actor_rollout_ref.model.override_config: 0.0 for this dropout")
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The model, or the parts of it that this process has."""
+        return [self.module]
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """As verl, recording the old policy when scoring, within the trust region when updating."""
+        if loss_function is None:
+            self._records = forward_only and not self._adapter_disabled and not self.engine_config.forward_only
+            try:
+                return super().forward_backward_batch(data, None, forward_only)
+            finally:
+                self._records = False
+        update = self._update(loss_function)
+        tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)  # verl's hook, and it alone
+        return super().forward_backward_batch(data, update, forward_only)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """As verl, whose reference policy is the actor without its adapter."""
+        with super().disable_adapter():
+            self._adapter_disabled = True
+            try:
+                yield
+            finally:
+                self._adapter_disabled = False
+
+    def _update(self, loss_function: Any) -> Update:
+        raise NotImplementedError
+
+
+@EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=_DEVICES)
+class TrollFSDPEngine(TrustRegion, FSDPEngineWithLMHead):
+    """FSDP and FSDP2, packed or padded, with Ulysses sequence parallelism or without."""
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """As verl; when a rollout is scored, also the old policy."""
+        if not self._records:
+            outputs: dict[str, Tensor] = super().prepare_model_outputs(
+                output, output_args, micro_batch, logits_processor_func
+            )
+            return outputs
+        positions = Positions.of(micro_batch)
+        policies: list[SparsePolicy] = []
+
+        def record(student_logits: Tensor, data: Any) -> dict[str, Tensor]:
+            with torch.autocast(student_logits.device.type, enabled=False):
+                policies.append(
+                    sparsify(
+                        student_logits[0],
+                        self._local(positions.sampled),
+                        self._max_support,
+                        self._tail_mass,
+                        loss_mask=self._local(positions.counted),
+                    )
+                )
+            return {}
+
+        tu.assign_non_tensor(micro_batch, distillation_use_topk=True)
+        outputs = super().prepare_model_outputs(output, output_args, micro_batch, record)
+        whole = policies[0]._map(lambda x: self._gather_and_unpad_packed(x, output_args.get("pad_size", 0)))
+        outputs[OLD_POLICY] = write(whole, positions)
+        return outputs
+
+    def _update(self, loss_function: Any) -> Update:
+        floor = options_of(loss_function).tail == "floor"
+
+        def score(logits: Tensor, old: SparsePolicy, sampled: Tensor) -> SparsePolicy:
+            if floor:
+                return sparsify(logits, sampled, self._max_support, self._tail_mass, loss_mask=old.valid)
+            return restrict(logits, old)
+
+        return Update(loss_function, self._max_support, score, self._local)
+
+    def _local(self, values: Tensor) -> Tensor:
+        """Values of all positions [T, …] → of those whose logits this process has, padded as verl pads them."""
+        if not self.use_ulysses_sp:
+            return values
+        last = len(values) - 1  # predicts nothing
+        at = torch.arange(last + 1, device=values.device).unsqueeze(0)
+        at, _, _ = ulysses_pad_and_slice_inputs(at, sp_size=self.ulysses_sequence_parallel_size, pad_value=last)
+        return values[at[0]]
+
+
+@EngineRegistry.register(
+    model_type=MODEL_TYPE, backend=["veomni", "torchtitan", "automodel", "fsdp_turbo"], device=_DEVICES
+)
+class RefusedEngine(BaseEngine):
+    """Backends of verl that no trust region was built for."""
+
+    def __init__(self, *_: Any, engine_config: Any, **named: Any) -> None:
+        raise InputError(
+            f"actor.strategy={engine_config.strategy} with model_type={MODEL_TYPE}",
+            "fsdp, fsdp2 or megatron: no trust region was built for other backends",
+            "actor_rollout_ref.actor.strategy=fsdp2",
+        )
+
+
+def _refuse(model_config: Any, engine_config: Any) -> None:
+    """What would train with another loss, or with a wrong one."""
+    if model_config.use_fused_kernels or engine_config.use_fused_kernels:
+        raise InputError(
+            "actor_rollout_ref.model.use_fused_kernels=True",
+            "logits: verl's fused kernels make none, and the trust region is about whole distributions",
+            "actor_rollout_ref.model.use_fused_kernels=False, the default",
+        )
+    if engine_config.get("pad_to_length", False):
+        raise InputError(
+            "actor.pad_to_length=True",
+            "micro-batches without that padding: verl's hook for logits does not know of it",
+            "actor_rollout_ref.actor.pad_to_length=False, the default",
+        )

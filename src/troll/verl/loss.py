@@ -1,0 +1,211 @@
+"""An update: verl's logits → projected log-ratios, and verl's own loss over them.
+
+verl calls the loss function of an update twice per micro-batch: through its hook for logits (that of distillation), and
+then with what the hook returned, for the loss. ``Update`` stands in for it both times. The loss itself is verl's
+``ppo_loss``, which aggregates, and adds the entropy bonus and the reference KL; it asks for the policy loss by name and
+finds ``troll_policy_loss``, which takes the ratios from the update in progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+from troll.deferred import DeferredCheck, DeferredChecks, run_checks
+from troll.errors import InputError
+from troll.objective import constrain, ratios, token_stats
+from troll.policy import SparsePolicy, sequence_kl
+from troll.verl.config import LOSS_MODE, MODEL_TYPE, TrollPolicyLossConfig
+from troll.verl.transport import Positions, read
+
+PREFIX = "actor/troll/"
+_RATIO, _REGRESSION, _STAT = "troll_log_ratio", "troll_regression", "troll_stat/"
+_EXTREMES = {"kl_before": ("max",), "kl_after": ("max",), "ratio": ("max", "min"), "solver_steps": ("max",)}
+_NAMES = {"projected": "projected_fraction", "unconverged": "unconverged_fraction"}
+
+Score = Callable[[Tensor, SparsePolicy, Tensor], SparsePolicy]
+"""Logits [T, V] (or a shard of them), the old policy [T] and the next tokens [T] → the proposal [T]."""
+
+
+class _Completions(NamedTuple):
+    """What ``troll_policy_loss`` needs of the update in progress, per token of the completions, [B, R]."""
+
+    log_ratio: Tensor
+    regression: Tensor
+
+
+_in_progress: ContextVar[_Completions] = ContextVar("troll_update")
+
+
+@contextmanager
+def _progress(completions: _Completions) -> Iterator[None]:
+    token = _in_progress.set(completions)
+    try:
+        yield
+    finally:
+        _in_progress.reset(token)
+
+
+@register_policy_loss(LOSS_MODE)  # type: ignore[untyped-decorator]
+def troll_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The negative of equation (8), aggregated by verl: −w π(o)/π_old(o) A + α KL(π̃ ‖ ⌊π⌋), all [B, R]."""
+    completions = _in_progress.get(None)
+    if completions is None:
+        raise InputError(
+            f"policy_loss.loss_mode={LOSS_MODE} with an engine that knows nothing of trust regions",
+            f"the engine {MODEL_TYPE}, which makes the ratios of this loss",
+            f"actor_rollout_ref.model.model_type={MODEL_TYPE}, or +trust_region=troll, which sets everything",
+        )
+    options: TrollPolicyLossConfig = config.policy_loss
+    ratio = ratios(completions.log_ratio, response_mask, options.ratio_level)  # type: ignore[arg-type]
+    weighted = ratio if rollout_is_weights is None else ratio * rollout_is_weights
+    losses = options.regression_coef * completions.regression - weighted * advantages
+    moved = torch.where(response_mask, old_log_prob - log_prob.detach(), 0.0).sum() / response_mask.sum().clamp(min=1)
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {"actor/ppo_kl": moved.item()}
+
+
+class Update:
+    """verl's loss function for one mini-batch, with the trust region in it.
+
+    Args:
+        loss_function: verl's, ``partial(ppo_loss, config=…)``.
+        slots: most tokens kept per position (K).
+        score: how logits become the proposal.
+        local: values of all T positions → of those whose logits this process has.
+    """
+
+    def __init__(self, loss_function: Any, slots: int, score: Score, local: Callable[[Tensor], Tensor]) -> None:
+        self._loss_function = loss_function
+        self._options = options_of(loss_function)
+        self._slots, self._score, self._local = slots, score, local
+        self._checks: DeferredChecks = []
+
+    def __call__(
+        self,
+        *,
+        data: Any,
+        student_logits: Tensor | None = None,
+        model_output: dict[str, Tensor] | None = None,
+        dp_group: Any = None,
+    ) -> Any:
+        """As verl calls it: with ``student_logits`` its hook, with ``model_output`` the loss."""
+        if student_logits is not None:
+            return self._project(student_logits, data)
+        assert model_output is not None
+        return self._loss(model_output, data, dp_group)
+
+    def _project(self, logits: Tensor, data: Any) -> dict[str, Tensor]:
+        """Logits [1, T, V] → numbers per position, [1, T]."""
+        options, positions = self._options, Positions.of(data)
+        with torch.autocast(logits.device.type, enabled=False):
+            whole = read(data, positions, self._slots, logits.shape[-1])
+            old = whole._map(self._local)
+            sampled, counted = self._local(positions.sampled), self._local(positions.counted)
+            self._checks.append(DeferredCheck(((old.sampled != sampled) & counted).any(), _refuse_other_tokens))
+            proposal = self._score(logits[0], old, sampled)
+            step = constrain(
+                proposal,
+                old,
+                options.kl_bound,
+                counted,
+                tail=options.tail,  # type: ignore[arg-type]
+                max_lost_mass=options.max_lost_mass,
+                deferred=self._checks,
+            )
+            ratio = step.log_ratio.detach().exp()
+            stats = token_stats(proposal, old, ratio, step.projection, step.regression)
+        output = {
+            "log_probs": torch.where(counted, proposal.sampled_log_probs, 0.0),
+            _RATIO: step.log_ratio,
+            _REGRESSION: step.regression,
+            **{_STAT + name: x for name, x in stats.items()},
+        }
+        return {name: x.unsqueeze(0) for name, x in output.items()}
+
+    def _loss(self, model_output: dict[str, Tensor], data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+        completions = _Completions(*_of_completions(model_output, [_RATIO, _REGRESSION], data))
+        with _progress(completions):
+            loss, metrics = self._loss_function(model_output=model_output, data=data, dp_group=dp_group)
+        run_checks(self._checks)
+        self._checks = []
+        return loss, metrics | _metrics(model_output, data)
+
+
+def _refuse_other_tokens() -> None:
+    raise InputError(
+        "an old policy that was recorded for other tokens",
+        "the old policy of the tokens in the same batch",
+        "reporting it: a batch was reordered without all of its fields",
+    )
+
+
+def options_of(loss_function: Any) -> TrollPolicyLossConfig:
+    """The settings of the trust region inside verl's loss function; refuses any other loss."""
+    if not (isinstance(loss_function, partial) and loss_function.func is ppo_loss):
+        raise InputError(
+            f"the loss {loss_function!r} with the engine {MODEL_TYPE}",
+            "verl's ppo_loss: no distillation, no fine-tuning",
+            "actor_rollout_ref.model.model_type=language_model for other losses",
+        )
+    options = loss_function.keywords["config"].policy_loss
+    if not isinstance(options, TrollPolicyLossConfig):
+        raise InputError(
+            f"policy_loss.loss_mode={options.loss_mode} with the engine {MODEL_TYPE}",
+            f"loss_mode={LOSS_MODE} and the configuration of the trust region",
+            "+trust_region=troll, which sets everything; or model_type=language_model for verl's own losses",
+        )
+    return options
+
+
+def _of_completions(model_output: dict[str, Tensor], names: list[str], data: Any) -> tuple[Tensor, ...]:
+    """Numbers of all positions → of the tokens of the completions, each [B, R]; verl's function waits for the device
+    and goes through the sequences, so it is called once."""
+    columns = torch.stack([model_output[name].values() for name in names], dim=-1)
+    return torch.unbind(no_padding_2_padding(columns, data), dim=-1)
+
+
+@torch.no_grad()
+def _metrics(model_output: dict[str, Tensor], data: Any) -> dict[str, Metric]:
+    """Exact means over the tokens of the mini-batch on all processes, and extremes.
+
+    verl adds up the values of micro-batches and averages over processes: each gives Σ x · processes / tokens of all.
+    """
+    names = [name for name in model_output if name.startswith(_STAT)]
+    columns = _of_completions(model_output, names, data)
+    stats = {name.removeprefix(_STAT): x for name, x in zip(names, columns, strict=True)}
+    counted = data["response_mask"].to_padded_tensor(padding=0).bool()
+    share = data["dp_size"] / max(data["batch_num_tokens"], 1)
+    means = {name: torch.where(counted, x, 0.0).sum() * share for name, x in stats.items() if name != "solver_steps"}
+    sequences = data["dp_size"] / data["global_batch_size"]
+    totals = {f"sequence_kl_{when}": sequence_kl(stats[f"kl_{when}"], counted) for when in ("before", "after")}
+    means |= {name: total.sum() * sequences for name, total in totals.items()}
+    extremes = {f"{name}/max": total.max() for name, total in totals.items()} | {
+        f"{name}/{which}": getattr(torch.where(counted, stats[name], 1.0 if name == "ratio" else 0.0), which)()
+        for name, both in _EXTREMES.items()
+        for which in both
+    }
+    values = torch.stack([x.double() for x in (*means.values(), *extremes.values())]).tolist()
+    kinds = [AggregationType.SUM] * len(means) + [AggregationType(name.rsplit("/")[-1]) for name in extremes]
+    spread = [f"{name}/mean" if name in _EXTREMES else _NAMES.get(name, name) for name in means]
+    return {
+        PREFIX + name: Metric(kind, value)
+        for name, kind, value in zip([*spread, *extremes], kinds, values, strict=True)
+    }

@@ -1,0 +1,174 @@
+"""Bad input: one sentence on stderr that says what was given and what to try, exit code 2, and no folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_cases import flags, shared, start, train
+
+from troll.lab.cli import main
+
+Case = tuple[Callable[[Path], list[str]], str]
+
+
+def _plain(*more: str, reward: str | None = "spread") -> Callable[[Path], list[str]]:
+    return lambda runs: flags(runs, *more, reward=reward)
+
+
+def _config(text: str | bytes | None) -> Callable[[Path], list[str]]:
+    """With a YAML file; None for one that is not there."""
+
+    def argv(runs: Path) -> list[str]:
+        path = runs.parent / "c.yaml"
+        if text is not None:
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return flags(runs, "--config", str(path))
+
+    return argv
+
+
+def _data(text: str, *more: str) -> Callable[[Path], list[str]]:
+    def argv(runs: Path) -> list[str]:
+        path = runs.parent / "problems.jsonl"
+        path.write_text(text)
+        return flags(runs, "--task", "data", "--data", str(path), *more)
+
+    return argv
+
+
+def _broken_weights(runs: Path) -> list[str]:
+    model = runs.parent / "broken"
+    model.mkdir()
+    for file in (shared() / "model").iterdir():
+        (model / file.name).write_bytes(file.read_bytes()[: 2000 if file.suffix == ".safetensors" else None])
+    return flags(runs, "--model", str(model))
+
+
+def _file_in_the_way(runs: Path) -> list[str]:
+    (runs.parent / "file").write_text("")
+    return flags(runs.parent / "file" / "runs")
+
+
+def _rows(n: int) -> str:
+    return "".join(json.dumps({"prompt": f"{i} ="}) + "\n" for i in range(n))
+
+
+CASES: dict[str, Case] = {
+    "model path": (_plain("--model", "./nowhere"), r"'./nowhere'.*no folder"),
+    "model name": (_plain("--model", "a b/c!"), r"'a b/c!'.*hub name"),
+    "model offline": (_plain("--model", "nobody/nothing"), r"nobody/nothing.*cannot be reached.*smollm2-135m"),
+    "model weights": (_broken_weights, r"broken, which cannot be loaded"),
+    "task": (_plain("--task", "arithmetics"), r"the task 'arithmetics'.*try: arithmetic"),
+    "task option": (_plain("--task_options", "digits"), r"the task option 'digits'.*key=value"),
+    "task option name": (_plain("--task_options", "digit=2"), r"digit=2.*digits=1"),
+    "flag": (_plain("--kl_bund", "1"), r"the unknown flag --kl_bund on the command line.*try: --kl_bound"),
+    "flag with dashes": (_plain("--max-stepz=3"), r"the unknown flag --max-stepz=3 .*try: --max_steps"),
+    "word": (_plain("--seed", "1", "arithmetic"), r"the unknown flag arithmetic on the command line"),
+    "type": (_plain("--kl_bound", "small"), r"--kl_bound.*invalid float value: 'small'"),
+    "whole number": (_plain("--max_steps", "1.5"), r"--max_steps.*'1.5'"),
+    "no value": (_plain("--kl_bound"), r"--kl_bound.*expected one argument"),
+    "choice": (_plain("--trust_region", "ppo"), r"--trust_region.*'ppo'.*troll"),
+    "range": (_plain("--kl_bound", "-1"), r"kl_bound=-1.*≥ 0"),
+    "no file": (_config(None), r"c.yaml, which cannot be read \(No such file"),
+    "binary file": (_config(b"\xff\xfe\x00"), r"c.yaml, which is not YAML"),
+    "not YAML": (_config("a: [1"), r"c.yaml, which is not YAML.*line 1"),
+    "a list": (_config("- kl_bound\n"), r"c.yaml with a list in it.*flag: value"),
+    "empty file": (_config(""), r"c.yaml with a NoneType in it"),
+    "key": (_config("kl_bund: 1\n"), r"the unknown flag --kl_bund in .*c.yaml.*--kl_bound"),
+    "number as key": (_config("1: 1\n"), r"the unknown flag --1 in .*c.yaml"),
+    "type of a key": (_config("kl_bound: small\n"), r"c.yaml, where kl_bound is 'small'.*expected: a number"),
+    "list of a key": (_config("kl_bound: [1, 2]\n"), r"c.yaml, where kl_bound is \[1, 2\].*expected: a number"),
+    "choice of a key": (_config("trust_region: ppo\n"), r"c.yaml, where trust_region is 'ppo'.*troll or clip or none"),
+    "switch of a key": (_config("save_model: maybe\n"), r"c.yaml, where save_model is 'maybe'.*true or false"),
+    "file in a file": (_config("config: d.yaml\n"), r"the unknown flag --config in .*c.yaml"),
+    "TRL's name of the model": (_plain("--model_name_or_path", "x"), r"no effect here.*try: --model$"),
+    "TRL's folder": (_plain("--output-dir=x"), r"--output_dir, which has no effect here.*--runs_dir and --run_name"),
+    "TRL's checkpoint": (_config("resume_from_checkpoint: x\n"), r"no effect here.*--resume"),
+    "empty data": (_data(""), r"problems.jsonl"),
+    "broken data": (_data(_rows(3) + '{"prompt": \n' + _rows(3)), r"problems.jsonl(:|, line )4"),
+    "data without prompts": (_data(_rows(2) + '{"question": "?"}\n'), r"problems.jsonl(:|, line )3"),
+    "little data": (_data(_rows(5), "--held_out_size", "1"), r"4 .*rollout|rollout.* 4"),
+    "no data": (_plain("--task", "data"), r'"data" without data.*--data'),
+    "reward that fails": (_plain(reward="fails"), r"the reward fails, which raised RuntimeError: cannot \[31mjudge"),
+    "reward of another length": (_plain(reward="short"), r"the reward short, which returned 1 rewards for 8"),
+    "reward of another type": (_plain(reward="text"), r"reward 'good' from 'text' for completion 0"),
+    "reward that is not there": (_plain(reward="nothing"), r"rewards.py has nothing of that name"),
+    "name up": (_plain("--run_name", "../x"), r"the run name '../x'.*--runs_dir"),
+    "name below": (_plain("--run_name", "a/b"), r"the run name 'a/b'"),
+    "empty name": (_plain("--run_name", ""), r"the run name ''"),
+    "name of the parent": (_plain("--run_name", ".."), r"the run name '..'"),
+    "long name": (_plain("--run_name", "x" * 101), r"at most 100"),
+    "runs below a file": (_file_in_the_way, r"file/runs/arithmetic-troll, which cannot be made \(Not a directory\)"),
+    "resume nothing": (lambda runs: ["train", "--resume", "x", "--runs_dir", str(runs)], r"'x', which is no run"),
+    "resume a path": (lambda runs: ["train", "--resume", str(runs / "x")], r"/x', which is no run"),
+    "resume up": (lambda runs: ["train", "--resume", "..", "--runs_dir", str(runs)], r"'\.\.'"),
+    "TRL": (_plain("--num_generations", "3"), r"settings that TRL refuses \(.*num_generations"),
+    "TRL's loss": (_plain("--loss_type", "nonsense"), r"nonsense"),
+    "TRL's trainer": (_plain("--use_vllm", "true", "--vllm_mode", "x"), r"vllm"),
+    "a schedule": (_plain("--updates_per_generation", "0"), r"updates_per_generation=0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_in_one_sentence(
+    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    argv, says = CASES[case]
+    runs = tmp_path / "runs"
+    words = argv(runs)
+    capfd.readouterr()  # what saving the model has said
+    assert main(words) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith("troll: ")
+    assert err.endswith("\n")
+    assert "Traceback" not in err
+    assert err.removesuffix("\n").isprintable()
+    assert re.search(says, err), err
+    assert not list(runs.glob("*"))
+
+
+@pytest.mark.slow
+def test_one_sentence_is_all_there_is_on_a_terminal_of_ones_own(tmp_path: Path) -> None:
+    """The same in a fresh process, where no test has quietened anything; offline, and in a poor encoding."""
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "ascii"}
+    process = start(flags(tmp_path / "runs", "--model", "nobody/nothing"), env=environment, cwd=tmp_path)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert re.fullmatch(r"troll: given: model 'nobody/nothing', which is not on this machine.*\n", err), err
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path, "--save_strategy", "no")
+    argv = ["train", "--resume", run.path.name, "--runs_dir", str(tmp_path)]
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    assert main(argv) == 2
+    assert "which is finished" in capsys.readouterr().err
+    about = run.path / "run.json"
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    about.write_text('{"format": 99}')
+    assert main(argv) == 2
+    assert "format 99" in capsys.readouterr().err
+    about.write_text("{")
+    assert main(argv) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_config_that_was_changed_by_hand_is_checked_on_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tmp_path, "--save_steps", "4")
+    about = run.path / "run.json"
+    about.write_text(about.read_text().replace('"finished",', '"failed",', 1))
+    config = run.path / "config.yaml"
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "kl_bound": "wide"}))
+    assert main(["train", "--resume", str(run.path)]) == 2
+    assert "config.yaml, where kl_bound is 'wide'" in capsys.readouterr().err

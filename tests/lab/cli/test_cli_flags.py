@@ -1,0 +1,198 @@
+"""Flags: all of TRL's and ours, on the command line or in a file, and back into a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trl import ModelConfig
+
+from troll.errors import InputError
+from troll.lab.cli import check_command, main
+from troll.lab.cli.flags import Flags
+from troll.lab.cli.train import options_of
+from troll.lab.training.settings import RunSettings, defaults
+from troll.trl import TROLLConfig
+
+CPU = {"use_cpu": True, "bf16": False}
+
+
+def resolved(*argv: str, **more: Any) -> dict[str, Any]:
+    """What ``config.yaml`` would say."""
+    flags = Flags(list(argv))
+    flags.configs({**CPU, **more}, "unused")
+    return flags.resolved()
+
+
+def from_file(tmp_path: Path, text: str, *argv: str) -> Flags:
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    return Flags(["--config", str(tmp_path / "c.yaml"), *argv])
+
+
+ROUND_TRIPS: list[tuple[list[str], dict[str, Any]]] = [
+    (["--save_model", "false"], {"save_model": False}),
+    (["--no_save_model"], {"save_model": False}),
+    (["--no-save-model"], {"save_model": False}),
+    (["--save_model"], {"save_model": True}),
+    (["--save-model=true"], {"save_model": True}),
+    (["--write_report", "false"], {"write_report": False}),
+    (["--disable_dropout", "false"], {"disable_dropout": False}),
+    (["--shuffle_dataset", "false"], {"shuffle_dataset": False}),
+    (["--measure_kl"], {"measure_kl": True}),
+    (["--use_peft", "true", "--lora_target_modules", "a", "b"], {"use_peft": True, "lora_target_modules": ["a", "b"]}),
+    (["--kl-bound", "0.02"], {"kl_bound": 0.02}),
+    (["--kl_bound=inf"], {"kl_bound": math.inf}),
+    (["--learning_rate", "1e-6"], {"learning_rate": 1e-6}),
+    (["--gradient_accumulation_steps", "1"], {"gradient_accumulation_steps": 1}),  # TRL's own default
+    (["--lr_scheduler_type", "cosine"], {"lr_scheduler_type": "cosine"}),
+    (["--save_strategy", "no"], {"save_strategy": "no"}),
+    (["--reward", "a:b", "c.py:d"], {"reward": ["a:b", "c.py:d"]}),
+    (["--reward_weights", "1", "0.5"], {"reward_weights": [1.0, 0.5]}),
+    (["--task_options", "digits=2", "operations=+-"], {"task_options": ["digits=2", "operations=+-"]}),
+    (["--model_init_kwargs", '{"dtype": "bfloat16"}'], {"model_init_kwargs": '{"dtype": "bfloat16"}'}),
+    (["--data", "größe 1.jsonl", "--task", "data"], {"data": "größe 1.jsonl", "task": "data"}),
+    (["--train_size", "0012"], {"train_size": 12}),
+    (["--optim", "sgd", "--seed", "7"], {"optim": "sgd", "seed": 7}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "expected"), ROUND_TRIPS)
+def test_what_is_written_to_a_file_means_the_same_when_it_is_read(
+    argv: list[str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    said = resolved(*argv)
+    assert {name: said[name] for name in said if name not in CPU} == expected
+    flags = from_file(tmp_path, yaml.safe_dump(said, allow_unicode=True))
+    args, model = flags.configs({}, "unused")
+    assert flags.resolved() == said
+    first = Flags(argv)
+    assert first.run() == flags.run()
+    expected_args, expected_model = first.configs(CPU, "unused")
+    assert args.to_dict() == expected_args.to_dict()
+    assert model == expected_model
+
+
+def test_defaults_are_written_down_even_where_they_are_those_of_TRL(tmp_path: Path) -> None:
+    """A later version, or another task, may have others."""
+    stock = TROLLConfig("unused", **CPU)
+    told = {"gradient_accumulation_steps": stock.gradient_accumulation_steps, "learning_rate": 3e-6}
+    assert resolved(**told) == {**CPU, **told}
+
+
+def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(tmp_path: Path) -> None:
+    flags = from_file(tmp_path, "kl_bound: 0.1\nmax_steps: 3\nreward: [a:b]\n", "--kl_bound", "0.2")
+    args, _ = flags.configs({**CPU, "max_steps": 5, "learning_rate": 2e-6}, "somewhere")
+    assert (args.kl_bound, args.max_steps, args.learning_rate, args.output_dir) == (0.2, 3, 2e-6, "somewhere")
+    assert flags.run().reward == ["a:b"]
+    assert flags.said == {"config", "kl_bound", "max_steps", "reward"}
+    assert (flags.value("max_steps", 9), flags.value("seed", 9)) == (3, 9)
+
+
+FILES = [
+    ("save_model: no\n", {"save_model": False}),
+    ("save_strategy: no\n", {"save_strategy": "no"}),  # which YAML reads as false
+    ("save_strategy: 'no'\n", {"save_strategy": "no"}),
+    ("eval-steps: 3\n", {"eval_steps": 3.0}),
+    ("learning_rate: 1e-6\n", {"learning_rate": 1e-6}),  # which YAML reads as text
+    ("reward: a:b\n", {"reward": ["a:b"]}),
+    ("reward: []\ndata: null\nseed: 1\n", {"seed": 1}),
+    ("model_init_kwargs: {dtype: bfloat16}\n", {"model_init_kwargs": '{"dtype": "bfloat16"}'}),
+    ("model: -dashed\n", {"model": "-dashed"}),
+    ("bf16: off\n", {}),
+    ("kl_bound: .inf\n", {"kl_bound": math.inf}),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), FILES)
+def test_what_YAML_makes_of_words(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    flags = from_file(tmp_path, text)
+    flags.configs(CPU, "unused")
+    assert {name: value for name, value in flags.resolved().items() if name not in CPU} == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--kl_bond", "--kl_bound"),
+        ("--kl-bond=1", "--kl_bound"),
+        ("--trust-regions", "--trust_region"),
+        ("--zzzzzz", "troll train --help_all"),
+    ],
+)
+def test_an_unknown_flag_is_told_what_it_may_have_meant(flag: str, hint: str) -> None:
+    with pytest.raises(InputError) as error:
+        Flags([flag])
+    assert hint in error.value.hint.split(" or ") or hint == error.value.hint
+
+
+def test_abbreviations_are_refused() -> None:
+    with pytest.raises(InputError, match="--kl "):
+        Flags(["--kl", "0.1"])
+
+
+def test_a_value_may_be_a_number_below_zero_but_not_a_flag() -> None:
+    args = Flags(["--repetition_penalty", "1.5", "--max_grad_norm", "-1"]).configs(CPU, "unused")[0]
+    assert args.max_grad_norm == -1
+    with pytest.raises(InputError, match="expected one argument"):
+        Flags(["--kl_bound", "--seed", "1"])
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 120
+    for field in dataclasses.fields(RunSettings):
+        assert f"--{field.name}" in out, field.name
+    for flag in ("--trust_region", "--kl_bound", "--learning_rate", "--run_name", "--config", "--help_all", "--seed"):
+        assert f"{flag} " in out or f"{flag}\n" in out
+    for example in ("troll train --task gym:gcd", "troll train --resume", "accelerate launch -m troll train"):
+        assert example in out
+    assert f"(default: {defaults('smollm2-135m', {}, False)['learning_rate']})" in out
+    assert len(out.splitlines()) < 170
+    for switch in ("--save_model true|false", "--write_report true|false", "--bf16 true|false", "--dry_run  "):
+        assert switch in out
+    assert "--hub_token" not in out
+
+
+def test_the_examples_in_the_help_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    commands = [line.partition("   ")[0].split()[1:] for line in lines if line.startswith("troll train")]
+    assert len(commands) >= 7
+    for command in commands:
+        if "--config" not in command:  # of a file that the reader has
+            check_command(command)
+
+
+def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help-all"]) == 0
+    out = capsys.readouterr().out
+    for kind in (RunSettings, TROLLConfig, ModelConfig):
+        for field in dataclasses.fields(kind):
+            assert not field.init or f"--{field.name}" in out, field.name
+
+
+def test_options() -> None:
+    assert options_of(["a=1", "b=1.5", "c=x=y", "d=", "e=yes", "f=[1", "g=[1, 2]"]) == {
+        "a": 1, "b": 1.5, "c": "x=y", "d": "", "e": True, "f": "[1", "g": "[1, 2]",
+    }  # fmt: skip
+    for wrong in ("a", "=1", ""):
+        with pytest.raises(InputError, match="key=value"):
+            options_of([wrong])
+
+
+def test_flags_of_another_command() -> None:
+    @dataclasses.dataclass
+    class More:
+        jobs: int = 1
+
+    flags = Flags(["--jobs", "3", "--seed", "2"], prog="troll other", extra=[More])
+    assert flags.own(More).jobs == 3
+    with pytest.raises(InputError, match="troll other --help"):
+        Flags(["--jobs", "x"], prog="troll other", extra=[More])

@@ -1,0 +1,198 @@
+"""The hydra group and what it refuses: verl builds the actor's configuration before it starts anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import HFModelConfig
+
+import troll.verl as adapter
+from troll.errors import InputError
+from troll.verl import config
+from troll.verl import trl_compat as beside_trl
+from troll.verl.loss import options_of
+
+GROUP = "hydra.searchpath=[pkg://troll.verl.configs]"
+MICRO = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=hf"]
+LOSS = "actor_rollout_ref.actor.policy_loss"
+VERL = Path(importlib.util.find_spec("verl").origin).parent  # type: ignore[union-attr, arg-type]
+
+
+def composed(*overrides: str, name: str = "ppo_trainer", group: str = "troll") -> Any:
+    with initialize_config_dir(str(VERL / "trainer" / "config"), version_base=None):
+        return compose(name, [GROUP, f"+trust_region={group}", *MICRO, *overrides])
+
+
+def actor(*overrides: str, **named: str) -> Any:
+    return omega_conf_to_dataclass(composed(*overrides, **named).actor_rollout_ref.actor)
+
+
+def test_the_group_sets_everything() -> None:
+    whole = composed()
+    model, made = whole.actor_rollout_ref.model, omega_conf_to_dataclass(whole.actor_rollout_ref.actor)
+    assert (model.model_type, model.external_lib) == ("troll_lm", "troll.verl")
+    assert isinstance(made.policy_loss, adapter.TrollPolicyLossConfig)
+    assert isinstance(made.engine, adapter.TrollFSDPEngineConfig)
+    assert made.policy_loss == adapter.TrollPolicyLossConfig(
+        _target_=made.policy_loss._target_,
+        rollout_correction=made.policy_loss.rollout_correction,
+        run=made.policy_loss.run,
+    )
+    assert (made.engine.max_support, made.engine.tail_mass) == (64, 1e-5) == config.recorded(made.engine)
+
+
+def test_its_options_need_no_plus() -> None:
+    made = actor(
+        f"{LOSS}.kl_bound=0.02",
+        f"{LOSS}.regression_coef=0.5",
+        f"{LOSS}.tail=floor",
+        f"{LOSS}.ratio_level=sequence",
+        "actor_rollout_ref.actor.fsdp_config.max_support=16",
+        "actor_rollout_ref.actor.fsdp_config.tail_mass=1e-4",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+    )
+    loss = made.policy_loss
+    assert (loss.kl_bound, loss.regression_coef, loss.tail, loss.ratio_level) == (0.02, 0.5, "floor", "sequence")
+    assert config.recorded(made.engine) == (16, 1e-4)
+    assert actor(f"{LOSS}.kl_bound=inf").policy_loss.kl_bound == math.inf
+
+
+def test_megatron_has_a_group_of_its_own() -> None:
+    parallel = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    made = actor(
+        parallel,
+        "actor_rollout_ref.actor.megatron.max_support=32",
+        name="ppo_megatron_trainer",
+        group="troll_megatron",
+    )
+    assert isinstance(made.engine, adapter.TrollMcoreEngineConfig)
+    assert config.recorded(made.engine) == (32, 1e-5)
+    assert isinstance(made.policy_loss, adapter.TrollPolicyLossConfig)
+
+
+def test_verls_own_engine_configuration_means_the_defaults() -> None:
+    from verl.workers.config import FSDPEngineConfig
+
+    assert config.recorded(FSDPEngineConfig()) == (64, 1e-5)
+
+
+def test_verl_accepts_it() -> None:
+    whole = composed("data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+    whole.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
+    validate_config(whole, use_reference_policy=False, use_critic=False)
+
+
+REFUSED = {
+    "trainer.use_v1=False": "trainer.use_v1=False; expected: verl's V1 trainer",
+    "algorithm.rollout_correction.bypass_mode=True": "bypass_mode=True; expected: an old policy",
+    "distillation.enabled=True": "distillation.enabled=True; expected: no distillation",
+    "actor_rollout_ref.model.use_fused_kernels=True": "use_fused_kernels=True; expected: logits",
+    "actor_rollout_ref.model.model_type=language_model": "model_type=language_model with loss_mode=troll",
+    f"{LOSS}.loss_mode=vanilla": "loss_mode=vanilla with a configuration of the trust region",
+    f"{LOSS}.kl_bound=-1": "kl_bound=-1",
+    f"{LOSS}.bound=projected": "policy_loss.bound=projected; expected: fixed",
+    f"{LOSS}.regression_coef=-0.1": "regression_coef=-0.1",
+    f"{LOSS}.tail=drop": "tail='drop'",
+    f"{LOSS}.ratio_level=word": "ratio_level='word'",
+    "actor_rollout_ref.actor.fsdp_config.max_support=0": "max_support=0",
+    "actor_rollout_ref.actor.fsdp_config.tail_mass=1.5": "tail_mass=1.5",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_cannot_work_ends_in_the_first_second(override: str) -> None:
+    with pytest.raises(Exception, match=r"given: ") as refusal:
+        actor(override)
+    assert REFUSED[override] in str(refusal.value)
+    assert "try: " in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini", "epochs", "acts"), [(256, 32, 1, True), (32, 32, 1, False), (32, 32, 2, True), (16, 32, 1, False)]
+)
+def test_a_schedule_on_which_nothing_acts_is_said(
+    caplog: pytest.LogCaptureFixture, batch: int, mini: int, epochs: int, acts: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        actor(
+            f"data.train_batch_size={batch}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}",
+            f"actor_rollout_ref.actor.ppo_epochs={epochs}",
+        )
+    said = [record.message for record in caplog.records if "No trust region acts" in record.message]
+    assert bool(said) is not acts
+
+
+def test_the_loss_alone_refuses_to_train() -> None:
+    """``loss_mode=troll`` with verl's own engine: nothing has made the ratios."""
+    loss = core_algos.get_policy_loss_fn("troll")
+    one = torch.zeros(1, 1)
+    with pytest.raises(InputError, match="an engine that knows nothing of trust regions"):
+        loss(one, one, one, one.bool())
+
+
+def test_the_engine_alone_refuses_to_train() -> None:
+    """``model_type=troll_lm`` with verl's own loss."""
+    from verl.workers.utils.losses import ppo_loss
+
+    with initialize_config_dir(str(VERL / "trainer" / "config"), version_base=None):
+        vanilla = omega_conf_to_dataclass(compose("ppo_trainer", MICRO).actor_rollout_ref.actor)
+    with pytest.raises(InputError, match="loss_mode=vanilla with the engine troll_lm"):
+        options_of(partial(ppo_loss, config=vanilla))
+    with pytest.raises(InputError, match="expected: verl's ppo_loss"):
+        options_of(ppo_loss)
+
+
+def test_verl_finds_the_plugin() -> None:
+    (found,) = (plugin for plugin in entry_points(group="verl.plugins") if plugin.name == "troll")
+    assert found.load() is adapter
+
+
+def test_rollout_servers_are_given_no_keys_they_do_not_know() -> None:
+    """verl hands the configuration of the model to its servers, which refuse what they do not know."""
+    model = OmegaConf.to_container(composed().actor_rollout_ref.model, resolve=True)
+    known = set(HFModelConfig.__dataclass_fields__)
+    with initialize_config_dir(str(VERL / "trainer" / "config"), version_base=None):
+        stock = OmegaConf.to_container(compose("ppo_trainer", MICRO).actor_rollout_ref.model, resolve=True)
+    assert set(model) - set(stock) == {"model_type"} <= known  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("modules", "has"),
+    [
+        ({"trl.experimental.ppo": True, "trl": False}, True),
+        ({"trl.experimental.ppo": False, "trl": True}, True),
+        ({"trl.experimental.ppo": False, "trl": False}, False),
+        ({}, False),
+    ],
+)
+def test_verl_looks_for_the_class_and_not_for_trl(
+    monkeypatch: pytest.MonkeyPatch, modules: dict[str, bool], has: bool
+) -> None:
+    def imported(name: str) -> Any:
+        if name not in modules:
+            raise ImportError(name)
+        return type("Module", (), {"AutoModelForCausalLMWithValueHead": None} if modules[name] else {})
+
+    monkeypatch.setattr(beside_trl, "import_module", imported)
+    look: Callable[[], bool] = beside_trl.has_value_head.__wrapped__
+    assert look() is has
+
+
+def test_verl_asks_us() -> None:
+    from verl.models.transformers import monkey_patch
+
+    assert monkey_patch.is_trl_available is beside_trl.has_value_head
