@@ -1,26 +1,45 @@
-"""The exception this package raises for bad input: what was given, what was expected, what to try."""
+"""The errors this package raises for bad input: two sentences, what is wrong and what to do."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class InputError(ValueError):
-    """Input that cannot be used as it is.
+    """Input that cannot be used as it is: ``problem`` says what is wrong, ``fix`` what to do, a sentence each.
 
-    >>> raise InputError("kl_bound=-1", "a number ≥ 0", "0.2, the default")
+    >>> raise InputError("kl_bound must be ≥ 0, got -1", "The default is 0.2")
     Traceback (most recent call last):
-    troll.errors.InputError: given: kl_bound=-1; expected: a number ≥ 0; try: 0.2, the default
+    troll.errors.InputError: kl_bound must be ≥ 0, got -1. The default is 0.2.
     """
 
-    def __init__(self, given: str, expected: str, hint: str) -> None:
-        super().__init__(f"given: {given}; expected: {expected}; try: {hint}")
-        self.given, self.expected, self.hint = given, expected, hint
+    def __init__(self, problem: str, fix: str, hint: str | None = None) -> None:
+        if hint is not None:  # given, expected, hint: the former wording
+            self.given, self.expected, self.hint = problem, fix, hint
+            problem, fix = f"Got {problem}, expected {fix}", f"Try {hint}"
+        self.problem, self.fix = problem, fix
+        super().__init__(f"{_ended(problem)} {_ended(fix)}")
 
 
 class TrainingError(InputError):
-    """A run that cannot go on with the settings it was given."""
+    """A run that cannot continue with the settings it was given."""
 
 
-def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a ``value`` of the option ``name`` that is not one of ``choices``."""
-    if value not in choices:
-        raise InputError(f"{name}={value!r}", " or ".join(map(repr, choices)), f"{name}={choices[0]!r}, the default")
+def require_choice(name: str, value: str, choices: Iterable[str], default: str | None = None) -> None:
+    """Refuse a ``value`` of the option ``name`` that is not one of ``choices``; the first is the default."""
+    known = tuple(choices)
+    if value not in known:
+        near = suggestion(value, known)
+        fix = f"Did you mean {near!r}?" if near else f"The default is {default or known[0]!r}"
+        raise InputError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}", fix)
+
+
+def suggestion(word: object, known: Iterable[str]) -> str | None:
+    """The known word that ``word`` was probably meant to be, if any."""
+    found = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.75)
+    return found[0] if found else None
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith((".", "?", "!", "…")) else f"{sentence}."
