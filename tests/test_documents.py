@@ -208,6 +208,53 @@ def test_the_constants_on_the_kernel_page(monkeypatch: pytest.MonkeyPatch) -> No
     assert f"all below −{-numbers.LOWEST.value:.0e}".replace("e+", "e") in text
 
 
+MARKDOWN = sorted(
+    path
+    for folder in (ROOT, *(ROOT / name for name in ("benchmarks", "docs", "examples", "experiments", "src", "tests")))
+    for path in (folder.glob("*.md") if folder == ROOT else folder.rglob("*.md"))
+)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that a viewer of repositories gives the headings: lower case, no punctuation, hyphens for spaces."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", x) for x in re.findall(r"^#+ +(.+)$", text, flags=re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", x).strip().lower().replace(" ", "-") for x in headings}
+
+
+def dead_links(path: Path) -> list[str]:
+    """Relative links of a Markdown file that lead to no file or no heading."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if re.match(r"[a-z]+:", link):
+            continue
+        if not target.exists() or (anchor and (target.suffix != ".md" or anchor not in anchors(target.read_text()))):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    """In a plain viewer of files, without the site."""
+    assert dead_links(path) == []
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# The `code`, (in) brackets\n\n```sh\n# no heading\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](other.md#the-code-in-brackets) [b](#here) [c](https://x.y/#z) `[d](in-code)`\n"
+        "[e](gone.md) [f](other.md#no-heading) ![g](gone.svg) [h](#there)"
+    )
+    assert dead_links(page) == ["gone.md", "other.md#no-heading", "gone.svg", "#there"]
+
+
 def test_the_public_names_exist() -> None:
     for name in re.findall(r"troll\.([a-z_]+)", README):
         assert hasattr(troll, name) or importlib.util.find_spec(f"troll.{name}"), name

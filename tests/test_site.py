@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -78,42 +77,25 @@ def commands() -> list[list[str]]:
 # ---------------------------------------------------------------------- the pages
 
 
-def test_the_repository_is_shown_where_the_site_says_so(site: Path) -> None:
-    home, log = (site / "index.html").read_text(), (site / "log.html").read_text()
-    assert "<td>0.937, 0.946, 0.924</td>" in home
-    assert 'src="experiments/arithmetic/figure.svg"' in home
-    assert (site / "experiments/arithmetic/figure.svg").read_bytes() == (
-        ROOT / "experiments/arithmetic/figure.svg"
-    ).read_bytes()
-    assert "[script and data]" not in home
-    assert "<code>experiments/arithmetic</code>" in home
-    assert 'id="run-it"' not in home  # the section ends where the next one begins
+def test_files_of_the_repository_are_pages(site: Path) -> None:
+    log = (site / "log.html").read_text()
     for heading in re.findall(r"^## (.+)$", (ROOT / "LOG.md").read_text(), re.MULTILINE):
         assert heading in log
-    assert "troll.sparsify(old_logits" in re.sub("<[^>]+>", "", (site / "pytorch.html").read_text())
+    figure = "experiments/regression/figure.svg"
+    assert f'src="{figure}"' in article(site / "settings.html")
+    assert (site / figure).read_bytes() == (ROOT / figure).read_bytes()
+    tasks = article(site / "tasks.html")
+    assert "[roman.py]" not in tasks  # a file that is no page: its name, without a link
+    assert "roman.py" in tasks
     assert 'href="trl.html"' in article(site / "examples-trl.html")  # was ../../docs/trl.md
     assert 'href="examples-trl.html"' in article(site / "trl.html")  # was ../examples/trl
+    assert 'href="derivation.html"' in article(site / "index.html")  # was ../src/troll/projection/README.md
     assert not (site / "hooks.py").exists()
 
 
 def article(page: Path) -> str:
     """A page without its menus."""
     return page.read_text().partition("<article")[2].partition("</article>")[0]
-
-
-def test_a_section_ends_with_the_next_heading_and_not_in_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
-    assert spec
-    assert spec.loader
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    monkeypatch.setattr(hooks, "ROOT", tmp_path)
-    inside = "text\n\n```sh\n# a comment\n## another\n```\n\nmore"
-    (tmp_path / "x.md").write_text(f"# Title\n\n## The part\n\n{inside}\n\n### Next\n\n`code`\n")
-    assert hooks._section("x.md", "the-part") == inside
-    assert hooks._section("x.md", "next") == "`code`"
-    with pytest.raises(hooks.PluginError, match="no section #a-comment"):
-        hooks._section("x.md", "a-comment")
 
 
 class _Addresses(HTMLParser):
@@ -145,7 +127,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     [
         ("[nowhere](nowhere.md)", "nowhere.md"),
         ("[no such heading](metrics.md#no-such-heading)", "#no-such-heading"),
-        ("[Gone](../README.md#gone)", "no section #gone"),
+        ("[Gone](../LOG.md#gone)", "#gone"),
         ("![no figure](../experiments/none.svg)", "experiments/none.svg"),
     ],
 )
