@@ -263,7 +263,7 @@ def test_the_public_names_exist() -> None:
 
 
 EXPLAIN = (ROOT / "docs" / "explain.md").read_text()
-EXPLAINED = ROOT / "tests" / "explain"
+EXPLAINED = ROOT / "tests" / "lab" / "report" / "rules"
 sys.path.insert(0, str(EXPLAINED))
 
 
