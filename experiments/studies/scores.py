@@ -212,7 +212,7 @@ class Difference:
     student: Interval
     bootstrap: Interval
     says: str
-    """"better", "worse", "no difference" or "no verdict"."""
+    """"better", "worse", "inconclusive" or "no verdict"."""
     terms: tuple[list[float], list[float] | None]
     """What is resampled: the differences of the seeds, or the one side and the other."""
 
@@ -240,7 +240,7 @@ def difference(a: Sequence[Line], b: Sequence[Line], measure: Measure, higher: b
     bootstrap = resampled(list(values.values()))
     says = verdict.says.removeprefix("it is ")
     if says in ("better", "worse") and _contains_zero(bootstrap):
-        says = "no difference"
+        says = "inconclusive"
     return Difference(values, verdict.difference, bootstrap, says, (list(values.values()), None))
 
 
@@ -272,7 +272,7 @@ def _unpaired(a: dict[str, float], b: dict[str, float], higher: bool) -> Differe
     half = t_quantile(max(1, int(error**2 / share))) * math.sqrt(error) if error else 0.0
     student, bootstrap = Interval(gap, gap - half, gap + half), stratified([x], [y])
     if not error or _contains_zero(student) or _contains_zero(bootstrap):
-        return Difference(values, student, bootstrap, "no difference" if error else "no verdict", (x, y))
+        return Difference(values, student, bootstrap, "inconclusive" if error else "no verdict", (x, y))
     return Difference(values, student, bootstrap, "better" if (gap > 0) == higher else "worse", (x, y))
 
 

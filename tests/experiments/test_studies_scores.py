@@ -165,7 +165,7 @@ def test_a_verdict_needs_both_intervals():
     base = cell([0.0, 0.0, 0.0])
     wide = scores.difference(cell([0.1, 0.2, 0.3]), base, scores.end)
     assert wide.student.low < 0 < wide.bootstrap.low  # 0.2 − 4.303 · 0.1 / √3 < 0, and the smallest is 0.1
-    assert wide.says == "no difference"
+    assert wide.says == "inconclusive"
     sure = scores.difference(cell([0.19, 0.2, 0.21]), base, scores.end)
     assert sure.says == "better"
     assert scores.difference(base, cell([0.19, 0.2, 0.21]), scores.end).says == "worse"
@@ -177,7 +177,7 @@ def test_a_bootstrap_that_reaches_0_takes_a_verdict_back():
     # Many seeds a little ahead and three far behind: resamples lean to the long side, Student's interval does not.
     found = scores.difference(cell([1.1] * 22 + [0.725] * 3), cell([1.0] * 25), scores.end)
     assert found.student.low > 0 >= found.bootstrap.low
-    assert found.says == "no difference"
+    assert found.says == "inconclusive"
 
 
 def test_with_three_seeds_the_bootstrap_is_the_range_and_always_the_same():
@@ -245,7 +245,7 @@ def test_what_is_unpaired_needs_two_runs_on_each_side_and_a_spread():
     equal = scores.difference(began(cell([0.9, 0.9]), 1.0), began(cell([0.1, 0.1]), 2.0), scores.end)
     assert equal.says == "no verdict"
     noise = scores.difference(began(cell([0.1, 0.9, 0.5]), 1.0), began(cell([0.2, 0.8, 0.3]), 2.0), scores.end)
-    assert noise.says == "no difference"
+    assert noise.says == "inconclusive"
 
 
 def test_strata_less_others_are_resampled_by_themselves():

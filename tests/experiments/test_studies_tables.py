@@ -35,7 +35,7 @@ def test_best_against_best_on_the_same_seeds():
         "| arm | rate | end | whole run | held-out | largest drop | end, against clip | whole run, against clip |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| troll | 4e-05 | 0.620 ± 0.050 | 0.620 ± 0.050 | 0.620 ± 0.050 | 0.000 ± 0.000 "
-        "| +0.020 ± 0.050 (+0.000 to +0.040), no difference | +0.020 ± 0.050 (+0.000 to +0.040), no difference |",
+        "| +0.020 ± 0.050 (+0.000 to +0.040), inconclusive | +0.020 ± 0.050 (+0.000 to +0.040), inconclusive |",
         "| clip | 1e-05 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.000 ± 0.000 | – | – |",
     ]
     assert "The best rate of each arm by `end` on seeds 0, 1, 2; judged on the same seeds, where" in found.note
@@ -118,7 +118,7 @@ def test_the_whole_run_is_compared_on_its_own():
     soon = [line([0.8, 0.8, 0.8, 0.8], seed=i, region="clip") for i in range(3)]
     found = tables.best_table(scores.finalists([*late, *soon], "region", None), "clip", None)
     # End 0, 0.02, 0.04 above; the whole run 0.6, 0.585, 0.57 below: 4.303 · 0.015 / √3 = 0.037.
-    assert "| +0.020 ± 0.050 (+0.000 to +0.040), no difference |" in found.rows
+    assert "| +0.020 ± 0.050 (+0.000 to +0.040), inconclusive |" in found.rows
     assert "| −0.585 ± 0.037 (−0.600 to −0.570), worse |" in found.rows
 
 
@@ -126,7 +126,7 @@ def test_a_table_without_a_sweep_has_no_column_for_it():
     lines = [*cell([0.1, 0.2], region="troll"), *cell([0.3, 0.3], region="clip")]
     found = tables.best_table(scores.finalists(lines, "region", None), "clip", None)
     # 12.706 · 0.0707 / √2 = 0.635
-    assert found.rows.splitlines()[2].endswith("| −0.150 ± 0.635 (−0.200 to −0.100), no difference |")
+    assert found.rows.splitlines()[2].endswith("| −0.150 ± 0.635 (−0.200 to −0.100), inconclusive |")
     assert "rate" not in found.rows
     assert "chosen" not in found.note
 
@@ -167,7 +167,7 @@ def test_changes_are_paired_with_the_base_by_seed():
     ]
     found = tables.changes_table(lines, "change", "base").rows.splitlines()
     assert found[0] == "| change | end | whole run | end, against base | whole run, against base |"
-    k16, k256 = "+0.010 ± 0.510 (−0.200 to +0.210), no difference", "−0.190 ± 0.025 (−0.200 to −0.180), worse"
+    k16, k256 = "+0.010 ± 0.510 (−0.200 to +0.210), inconclusive", "−0.190 ± 0.025 (−0.200 to −0.180), worse"
     assert found[2:] == [
         "| base | 0.600 ± 0.248 | 0.600 ± 0.248 | – | – |",
         f"| K 16 | 0.610 ± 0.262 | 0.610 ± 0.262 | {k16} | {k16} |",
@@ -181,7 +181,7 @@ def test_changes_are_compared_at_the_end_and_over_the_whole_run():
     late = [line([0.0, 0.0, 0.04 * i, 0.8 + 0.02 * i], seed=i, change="slow") for i in range(3)]
     row = tables.changes_table([*soon, *late], "change", "base").rows.splitlines()[-1]
     assert row.endswith(
-        "| +0.020 ± 0.050 (+0.000 to +0.040), no difference | −0.585 ± 0.037 (−0.600 to −0.570), worse |"
+        "| +0.020 ± 0.050 (+0.000 to +0.040), inconclusive | −0.585 ± 0.037 (−0.600 to −0.570), worse |"
     )
 
 

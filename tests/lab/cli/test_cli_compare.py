@@ -204,7 +204,7 @@ def test_verdicts_in_words_say_how_far_they_go():
     def verdict(b: str, says: str, low: float | None, high: float | None) -> dict[str, object]:
         return {"a": "troll", "b": b, "difference": -0.01, "low": low, "high": high, "says": says, "because": "…"}
 
-    verdicts = [verdict("clip", "no difference", -0.05, 0.03), verdict("none", "TROLL is worse", -0.02, -0.005)]
+    verdicts = [verdict("clip", "inconclusive", -0.05, 0.03), verdict("none", "TROLL is worse", -0.02, -0.005)]
     found = {
         "arms": [{"arm": "troll", "label": "T"}, {"arm": "clip", "label": "C"}, {"arm": "none", "label": "N"}],
         "seeds": [0, 1, 2],
@@ -217,13 +217,13 @@ def test_verdicts_in_words_say_how_far_they_go():
     }
     assert sentences(found) == [
         "TROLL against C",
-        "  reward: no difference (−0.010, −0.050 to +0.030)",
+        "  reward: inconclusive (−0.010, −0.050 to +0.030)",
         "  seconds: no verdict (−0.010)",
         "TROLL against N",
         "  reward: TROLL is worse (−0.010, −0.020 to −0.005)",
         "95 % intervals of the difference, paired by seed, 3 seeds; 3 comparisons, not corrected: about one in twenty "
         "between equal arms says better or worse.",
-        "No difference means that so few seeds show none, not that the arms are equal.",
+        "Inconclusive means that so few seeds show no difference, not that the arms are equal.",
     ]
     assert "3 seeds, less those that an arm is missing; 3" in sentences({**found, "missing": ["none-1"]})[-2]
 

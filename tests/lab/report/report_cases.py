@@ -243,7 +243,7 @@ def write_comparison(folder: Path, arms: tuple[str, ...] = ("troll", "clip", "no
         for row in table[1:]:
             gap = table[0]["mean"] - row["mean"]
             other = LABELS[row["arm"]]
-            says = "no difference" if abs(gap) < 0.03 else f"TROLL is {'better' if gap > 0 else 'worse'} than {other}"
+            says = "inconclusive" if abs(gap) < 0.03 else f"TROLL is {'better' if gap > 0 else 'worse'} than {other}"
             verdicts.append(
                 {
                     "a": "troll",
@@ -253,7 +253,7 @@ def write_comparison(folder: Path, arms: tuple[str, ...] = ("troll", "clip", "no
                     "high": gap + 0.04,
                     "says": says,
                     "because": "the 95 % interval of the difference over 3 seeds "
-                    + ("contains 0" if says == "no difference" else "leaves out 0"),
+                    + ("contains 0" if says == "inconclusive" else "excludes 0"),
                 }
             )
         measures.append({"key": key, "label": label, "table": table, "verdicts": verdicts})

@@ -229,8 +229,8 @@ def test_of_many_completions_some_are_shown_first_and_last_among_them(tmp_path):
     [
         ("TROLL is better", "TROLL is better than clip ±0.2"),
         ("TROLL is worse than clip ±0.2", "TROLL is worse than clip ±0.2"),
-        ("no difference", "no difference between TROLL, KL ≤ 0.05 and clip ±0.2"),
-        ("no verdict", "no verdict between TROLL, KL ≤ 0.05 and clip ±0.2"),
+        ("inconclusive", "TROLL, KL ≤ 0.05 against clip ±0.2: inconclusive"),
+        ("no verdict", "TROLL, KL ≤ 0.05 against clip ±0.2: no verdict"),
     ],
 )
 def test_a_verdict_names_both_arms(says, text):

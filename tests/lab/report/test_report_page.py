@@ -248,8 +248,8 @@ def test_a_comparison_has_its_table_and_verdicts(tmp_path):
             assert f"{row['low']:#.3g} to {row['high']:#.3g}" in page.text
             assert ", ".join(f"{value:#.3g}" for value in row["values"]) in page.text
         for verdict in measure["verdicts"]:
-            between = f" between TROLL, KL ≤ 0.05 and {cases.LABELS[verdict['b']]}"
-            said = verdict["says"] + (between if verdict["says"] == "no difference" else "")
+            pair = f"TROLL, KL ≤ 0.05 against {cases.LABELS[verdict['b']]}: "
+            said = (pair if verdict["says"] == "inconclusive" else "") + verdict["says"]
             gap, low, high = (digits(verdict[key]) for key in ("difference", "low", "high"))
             assert f"{said} {gap}, from {low} to {high}: {verdict['because']}" in page.text
     assert "Held-out accuracy, end: TROLL is better than clip ±0.2; TROLL is better than no trust region." in page.text

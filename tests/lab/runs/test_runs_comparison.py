@@ -70,7 +70,7 @@ def test_tables_and_verdicts(tmp_path):
     assert verdicts["clip"]["a"] == "troll"
     assert verdicts["clip"]["says"] == "TROLL is better"
     assert [verdicts["clip"][x] for x in ("difference", "low", "high")] == pytest.approx([gap.mean, gap.low, gap.high])
-    assert verdicts["none"]["says"] == "no difference"
+    assert verdicts["none"]["says"] == "inconclusive"
     assert found["comparisons"] == 10  # five judged measures, two other arms
     assert verdicts["none"]["because"].endswith("contains 0; one of 10 comparisons, not corrected")
 
@@ -116,7 +116,7 @@ def test_only_seeds_that_every_arm_has_count(tmp_path):
     assert table["troll"]["mean"] == pytest.approx((0.9 + 0.93) / 2)
     assert table["gspo"]["mean"] is None
     assert set(verdicts) == {"clip", "none"}
-    assert "paired over 2 seeds" in verdicts["clip"]["because"]
+    assert "paired difference over 2 seeds" in verdicts["clip"]["because"]
     (folder / "none-0" / "run.json").write_text(json.dumps(about | {"status": "interrupted"}))
     found = conclude(folder)
     assert "none-0" in found["missing"]
@@ -144,30 +144,30 @@ def test_the_first_arm_is_compared_with_the_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arms", "given"),
+    ("arms", "problem"),
     [
-        (["troll", "ppo"], "the arm 'ppo'"),
-        (["troll", "clip", "troll"], "the arm troll 2 times"),
-        (["troll"], "--arms troll; expected: at least two"),
-        ([], "--arms without an arm"),
+        (["troll", "ppo"], "got 'ppo'"),
+        (["troll", "clip", "troll"], "--arms has troll 2 times"),
+        (["troll"], "--arms troll names one arm, a comparison needs two"),
+        ([], "--arms names no arm"),
     ],
 )
-def test_arms_that_cannot_be_compared(arms, given):
-    with pytest.raises(InputError, match=given):
+def test_arms_that_cannot_be_compared(arms, problem):
+    with pytest.raises(InputError, match=problem):
         check_arms(arms)
 
 
 @pytest.mark.parametrize(
-    ("seeds", "given"),
+    ("seeds", "problem"),
     [
-        ([0, 1, 0], "the seed 0 2 times"),
-        ([-1], "the seed -1"),
-        ([2**32], "the seed 4294967296"),
-        ([], "without a seed"),
+        ([0, 1, 0], "--seeds has 0 2 times"),
+        ([-1], "got -1"),
+        ([2**32], "got 4294967296"),
+        ([], "names no seed"),
     ],
 )
-def test_seeds_that_cannot_be(seeds, given):
-    with pytest.raises(InputError, match=given):
+def test_invalid_seeds(seeds, problem):
+    with pytest.raises(InputError, match=problem):
         check_seeds(seeds)
 
 

@@ -107,11 +107,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "with a run.json in it"),
+        (None, "it has no run.json"),
         ("{", "cannot be read"),
-        ("[]", "a list in it"),
-        ("{}", "of format None; expected: format 1"),
-        ('{"format": 2}', "of format 2"),
+        ("[]", "contains a list"),
+        ("{}", "has format None, this version of troll reads format 1"),
+        ('{"format": 2}', "has format 2,"),
         (b"\xff", "cannot be read"),
     ],
 )

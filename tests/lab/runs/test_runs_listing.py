@@ -98,8 +98,8 @@ def test_only_the_end_of_long_metrics_is_read(tmp_path: Path, monkeypatch: pytes
 
 BROKEN = {
     "{": "cannot be read",
-    "[]": "with a list in it",
-    '{"format": 99}': "of format 99",
+    "[]": "contains a list",
+    '{"format": 99}': "has format 99",
     '{"format": 1}': "KeyError: 'status'",
     '{"format": 1, "status": "running", "settings": 3}': "AttributeError",
 }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from troll.errors import InputError
 from troll.lab.runs import check_run_name, free_run_name
-from troll.lab.runs.names import run_name_of
+from troll.lab.runs.writer import run_name_of
 
 
 @pytest.mark.parametrize("name", ["a", "arithmetic-troll-2", "lr=1e-3_seed+1.b", "9", "x" * 100])

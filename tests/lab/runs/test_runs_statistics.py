@@ -49,27 +49,27 @@ def test_verdicts_are_paired_by_seed():
     assert interval(a).low < interval(b).high
     verdict = compare(a, b, "TROLL")
     assert verdict.says == "TROLL is better"
-    assert verdict.because == "the 95 % interval of the difference, paired over 3 seeds, leaves out 0"
+    assert verdict.because == "the 95 % confidence interval of the paired difference over 3 seeds excludes 0"
     assert verdict.difference.mean == pytest.approx(0.1)
     assert compare(b, a, "clip").says == "clip is worse"
     assert compare(a, b, "TROLL", higher_is_better=False).says == "TROLL is worse"
     shuffled = compare(a, [0.81, 0.4, 0.59], "TROLL")
-    assert shuffled.says == "no difference"
+    assert shuffled.says == "inconclusive"
     assert shuffled.because.endswith("contains 0")
 
 
-def test_equal_arms_are_told_apart_one_time_in_twenty():
+def test_equal_arms_get_a_verdict_one_time_in_twenty():
     rng = random.Random(1)
     said = [compare(*([rng.gauss(0, 1) for _ in range(4)] for _ in "ab"), "x").says for _ in range(4000)]
-    assert 1 - said.count("no difference") / 4000 == pytest.approx(0.05, abs=0.012)
+    assert 1 - said.count("inconclusive") / 4000 == pytest.approx(0.05, abs=0.012)
 
 
-def test_nothing_is_said_where_nothing_is_known():
+def test_no_verdict_without_a_spread():
     assert compare([1.0], [0.0], "x").says == "no verdict"
     same = compare([0.3, 0.9, 0.5], [0.2, 0.8, 0.4], "x")  # always by 0.1: an interval of no width
     assert same.says == "no verdict"
     assert "same amount" in same.because
-    assert compare([0.3, 0.9], [0.3, 0.9], "x").says == "no difference"
+    assert compare([0.3, 0.9], [0.3, 0.9], "x").says == "inconclusive"
     with pytest.raises(ValueError, match="zip"):
         compare([1.0, 2.0], [1.0], "x")
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from troll.lab.runs import Run, append_line, write_json
-from troll.lab.runs.summary import one_line, sentences, summarise
+from troll.lab.runs.formatting import one_line
+from troll.lab.runs.summary import sentences, summarise
 
 
 def run_of(

@@ -51,7 +51,7 @@ def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     folder = begun(tmp_path / "a", metrics=1)
-    monkeypatch.setattr(run, "write_json", full)
+    monkeypatch.setattr("troll.lab.runs.writer.write_json", full)
     with pytest.raises(RuntimeError, match="why"), run._status(plan(folder), main=True):
         raise RuntimeError("why")
 
@@ -74,8 +74,8 @@ def test_a_folder_that_appears_in_the_meantime(tmp_path: Path) -> None:
     before = (folder / "run.json").read_bytes()
     args = SimpleNamespace(seed=0, to_dict=lambda: {"trust_region": "none"})
     named = {"task": SimpleNamespace(name="t", description="d"), "model": "m", "command": "", "config": {}}
-    with pytest.raises(InputError, match="which another command has just begun"):
-        run.begin(plan(folder, args=args, **named))
+    with pytest.raises(InputError, match="was created concurrently"):
+        run.create(plan(folder, args=args, **named))
     assert (folder / "run.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

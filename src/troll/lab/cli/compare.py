@@ -20,9 +20,9 @@ from troll.lab.cli.flags import Flags, anchored
 from troll.lab.cli.subprocess_runs import Child, run_children, say
 from troll.lab.runs import Comparison, write_json
 from troll.lab.runs.arms import ARMS, arm_of
-from troll.lab.runs.atomic_folder import new_folder
 from troll.lab.runs.comparison import begin, check_arms, check_seeds, conclude, short_name
 from troll.lab.runs.folder import COMPARISON, CONFIG, Line
+from troll.lab.runs.writer import new_folder, write_yaml
 from troll.lab.training.progress import duration
 from troll.lab.training.settings import DEFAULT_MODEL, defaults
 from troll.trl.robust.lock import locked
@@ -93,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
         more = {"name": folder.name, "jobs": own.jobs, "keep_models": own.keep_models}
         with new_folder(folder, "the comparison") as staged:
             begin(staged, labels, own.seeds, task, {"name": example.model}, **more)
-            (staged / CONFIG).write_text(yaml.safe_dump(told, allow_unicode=True), encoding="utf-8")
+            write_yaml(staged / CONFIG, told)
     with locked(folder, "the comparison"):
         return _execute(folder, flags.value("jobs", None), Console())
 
@@ -262,7 +262,7 @@ def sentences(found: Line) -> list[str]:
         *(line for pair, lines in said.items() for line in (pair, *lines)),
         f"95 % intervals of the difference, paired by seed, {seeds} seed{'s' * (seeds != 1)}{less}; {count} "
         f"comparison{'s' * (count != 1)}, not corrected: about one in twenty between equal arms says better or worse.",
-        "No difference means that so few seeds show none, not that the arms are equal.",
+        "Inconclusive means that so few seeds show no difference, not that the arms are equal.",
     ]
 
 

@@ -11,7 +11,7 @@ from troll.lab.cli.arguments import Parser, existing_folder
 from troll.lab.report.rules import Explanation, explain
 from troll.lab.runs import Comparison
 from troll.lab.runs.folder import ABOUT, COMPARISON
-from troll.lab.runs.summary import one_line
+from troll.lab.runs.formatting import one_line
 
 DESCRIPTION = """\
 What happened in a run, in words: what was trained, what the reward did, what the trust region did, signs of trouble

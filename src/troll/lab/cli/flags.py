@@ -17,7 +17,7 @@ from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig
 
 from troll.errors import InputError
-from troll.lab.runs.summary import one_line
+from troll.lab.runs.formatting import one_line
 from troll.lab.training.settings import DEFAULT_MODEL, RunSettings
 from troll.trl import TROLLConfig
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from troll.errors import InputError
-from troll.lab.runs.summary import one_line
+from troll.lab.runs.formatting import one_line
 
 COMMANDS = {
     "train": "fine-tune a model on a task with verifiable rewards",

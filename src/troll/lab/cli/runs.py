@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from troll.lab.cli.arguments import Parser, existing_folder
+from troll.lab.runs.formatting import one_line
 from troll.lab.runs.listing import Details, Entry, details, entries
-from troll.lab.runs.summary import one_line
 
 DESCRIPTION = """\
 The runs and comparisons in a folder, and how to go on with them.

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from troll.errors import InputError
-from troll.lab.runs.summary import one_line
+from troll.lab.runs.formatting import one_line
 from troll.rewards.sandbox import DANGER, Isolation, SandboxError, best, isolations
 from troll.rewards.selftest import suite
 

@@ -17,8 +17,8 @@ from troll.lab.cli.flags import Flags
 from troll.lab.runs import Run, check_run_name, free_run_name
 from troll.lab.runs.folder import CONFIG
 from troll.lab.runs.listing import resumable_from
-from troll.lab.runs.names import run_name_of
 from troll.lab.runs.summary import sentences
+from troll.lab.runs.writer import run_name_of
 from troll.lab.training.settings import DEFAULT_MODEL, ONLY_VERL, RunSettings, defaults
 from troll.trl.robust.changes import differences, refuse_changes
 from troll.trl.robust.lock import locked

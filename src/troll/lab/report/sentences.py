@@ -10,8 +10,8 @@ import numpy as np
 
 from troll.lab.report.data import Missing, RunData, series
 from troll.lab.report.rules import Finding, History, find
+from troll.lab.runs.comparison import ROLLOUTS_AVERAGED
 from troll.lab.runs.formatting import number, percent, plural, score
-from troll.lab.runs.summary import ROLLOUTS_AVERAGED
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ def _region(run: RunData) -> list[str]:
 
 
 def verdict(found: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    """What was found, with both arms named: "TROLL is better than clip", "no difference between TROLL and clip"."""
+    """What was found, with both arms named: "TROLL is better than clip", "TROLL against clip: inconclusive"."""
     says = str(found["says"])
     first, second = (labels.get(found[key], str(found[key])) for key in ("a", "b"))
-    if says.startswith("no "):
-        return f"{says} between {first} and {second}"
+    if says in ("inconclusive", "no verdict"):
+        return f"{first} against {second}: {says}"
     return says if " than " in says else f"{says} than {second}"
 
 

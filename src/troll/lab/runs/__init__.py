@@ -1,10 +1,10 @@
-"""What a run leaves behind: a folder of JSON files, written by training, read by everything else.
+"""Run folders: JSON files written during training and read by every other command.
 
-``docs/runs.md`` describes the format. Nothing here needs torch or a trainer.
+``docs/runs.md`` describes the format. ``writer`` writes it, ``folder`` reads it. Nothing here needs torch or a trainer.
 """
 
-from troll.lab.runs.folder import Comparison, Run, TokenHistory, append_line, write_json
-from troll.lab.runs.names import check_run_name, free_run_name
+from troll.lab.runs.folder import Comparison, Run, TokenHistory
+from troll.lab.runs.writer import append_line, check_run_name, free_run_name, write_json
 
 __all__ = [
     "Comparison",

@@ -1,6 +1,9 @@
-"""Numbers as one would say them."""
+"""Numbers, durations and foreign text as the console and the report print them."""
 
 from __future__ import annotations
+
+import re
+import unicodedata
 
 
 def number(x: float) -> str:
@@ -44,3 +47,13 @@ def plural(n: int, what: str) -> str:
 def count(n: float) -> str:
     """A large number, as of weights."""
     return f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.0f} M" if n >= 1e6 else f"{n:,.0f}"
+
+
+def one_line(text: str) -> str:
+    """The text on one line, without control characters: nothing that moves the cursor or colours the terminal.
+
+    >>> one_line("a\\x1b[31mb\\n c")
+    'a [31mb c'
+    """
+    plain = "".join("\n" if unicodedata.category(x)[0] == "C" or x in "\u2028\u2029" else x for x in text)
+    return re.sub(r"\s*\n\s*", " ", plain).strip()

@@ -101,7 +101,7 @@ def entry_of(folder: Path) -> Entry | None:
     try:
         return (_comparison if kind == "comparison" else _run)(folder, named)
     except (InputError, OSError) as error:
-        why = error.given if isinstance(error, InputError) else str(error)
+        why = error.problem if isinstance(error, InputError) else str(error)
     except Exception as error:  # whatever stands in a file that was not written by troll
         why = f"{type(error).__name__}: {error}"
     return Entry(**named, state="broken", size=_size(folder), why=why)

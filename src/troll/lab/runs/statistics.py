@@ -1,16 +1,17 @@
-"""What may be said from few numbers: means over seeds and problems with 95 % intervals, and whether two arms differ.
+"""Means over seeds and problems with 95 % confidence intervals, and paired comparisons of two arms.
 
-Seeds are few: their interval is Student's, and arms are compared seed by seed, since runs with the same seed begin with
-the same model, problems and order. Problems are many: their interval is Wilson's where every problem counts 0 or 1, and
-else from resampling the problems, with the same resamples every time.
+Seeds are few: their interval is Student's, and arms are compared by paired differences, since runs with the same seed
+start from the same model, problems and order. Problems are many: their interval is Wilson's where every problem scores
+0 or 1, otherwise a bootstrap over problems with a fixed seed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,25 @@ _Z = 1.959964
 _RESAMPLES = 2000
 
 
+def finite(value: Any) -> float | None:
+    """``value`` if it is a finite number, otherwise None."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None
+
+
+def column(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """The finite values of a key, of the lines that have one."""
+    return [x for line in lines if (x := finite(line.get(key))) is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None of no values."""
+    return math.fsum(values) / len(values) if values else None
+
+
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the 95 % interval around it; without one if there is a single value."""
+    """A mean and its 95 % confidence interval; a single value has no interval."""
 
     mean: float
     low: float | None
@@ -30,7 +47,7 @@ class Interval:
 
 
 def t_quantile(degrees: int) -> float:
-    """The 97.5 % point of Student's distribution, from above between the entries of the table.
+    """The 97.5 % quantile of Student's distribution; between the entries of the table, the larger one.
 
     >>> t_quantile(2), t_quantile(27), t_quantile(1000)
     (4.303, 2.06, 2.0)
@@ -43,7 +60,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Mean of the seeds, with Student's 95 % interval.
+    """Mean over seeds with Student's 95 % confidence interval.
 
     >>> interval([0.5, 1.0])
     Interval(mean=0.75, low=-2.4265, high=3.9265)
@@ -61,38 +78,41 @@ def _deviation(values: Sequence[float], mean: float) -> float:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the seeds say about two arms."""
+class PairVerdict:
+    """The paired comparison of two arms."""
 
     difference: Interval
     says: str
-    """"NAME is better", "NAME is worse", "no difference", or "no verdict"."""
+    """"NAME is better", "NAME is worse", "inconclusive", or "no verdict"."""
     because: str
 
 
-def compare(a: Sequence[float], b: Sequence[float], name: str, higher_is_better: bool = True) -> Verdict:
-    """Whether the arm of this name, which reached ``a``, is better than the one that reached ``b``, seed by seed."""
+def compare(a: Sequence[float], b: Sequence[float], name: str, higher_is_better: bool = True) -> PairVerdict:
+    """Whether the arm ``name``, which reached ``a``, is better than the one that reached ``b``, paired by seed.
+
+    An interval of the difference that contains 0 is inconclusive: it shows neither a difference nor equality.
+    """
     gaps = [x - y for x, y in zip(a, b, strict=True)]
     difference = interval(gaps)
     if difference.low is None or difference.high is None:
-        return Verdict(difference, "no verdict", "one seed has no interval: give at least two, better three or more")
+        return PairVerdict(difference, "no verdict", "one seed has no interval: run at least two, better three or more")
     size = max(abs(x) for x in [*a, *b])
     if difference.mean and _deviation(gaps, difference.mean) <= 1e-9 * size:
-        because = f"all {len(gaps)} seeds differ by the same amount, so that nothing is known about their spread"
-        return Verdict(difference, "no verdict", because)
+        because = f"all {len(gaps)} seeds differ by the same amount, so their spread is unknown"
+        return PairVerdict(difference, "no verdict", because)
     contains_zero = difference.low <= 0 <= difference.high
-    has_it = "contains" if contains_zero else "leaves out"
-    because = f"the 95 % interval of the difference, paired over {len(gaps)} seeds, {has_it} 0"
+    verb = "contains" if contains_zero else "excludes"
+    because = f"the 95 % confidence interval of the paired difference over {len(gaps)} seeds {verb} 0"
     if contains_zero:
-        return Verdict(difference, "no difference", because)
+        return PairVerdict(difference, "inconclusive", because)
     better = (difference.mean > 0) == higher_is_better
-    return Verdict(difference, f"{name} is {'better' if better else 'worse'}", because)
+    return PairVerdict(difference, f"{name} is {'better' if better else 'worse'}", because)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that among ``k`` of the samples, each taken once at most, one is right: 1 − C(n−c, k) / C(n, k).
+    """The probability that ``k`` of the samples, drawn without replacement, contain a right one: 1 − C(n−c,k)/C(n,k).
 
-    Over independent samples its mean is the chance that of k new ones at least one is right, whatever their number.
+    An unbiased estimate of the probability that at least one of k new samples is right.
 
     >>> pass_at_k(4, 1, 2)
     0.5
@@ -103,10 +123,10 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Whether the answer most samples give is right; between answers with as many votes, the share that is.
+    """1 if the most frequent answer is right, 0 if not; of several equally frequent answers, the share that is right.
 
-    A sample without an answer has no vote. Where samples with the same answer are judged differently, it counts by the
-    share of them that is right.
+    A sample without an answer has no vote. An answer whose samples are scored differently counts by the share of them
+    that is right.
 
     >>> majority(["4", "4", "5", None], [True, True, False, False]), majority(["4", "5"], [True, False])
     (1.0, 0.5)
@@ -116,12 +136,12 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
         if answer is not None:
             votes[answer].append(good)
     most = max(map(len, votes.values()), default=0)
-    winners = [sum(judged) / most for judged in votes.values() if len(judged) == most]
+    winners = [sum(scores) / most for scores in votes.values() if len(scores) == most]
     return math.fsum(winners) / len(winners) if winners else 0.0
 
 
 def over_problems(values: Sequence[float]) -> Interval:
-    """Mean over problems with its 95 % interval: Wilson's for values that are 0 or 1, else from resampling."""
+    """Mean over problems with its 95 % confidence interval: Wilson's for values 0 and 1, otherwise a bootstrap."""
     n = len(values)
     mean = math.fsum(values) / n
     if n < 2:
@@ -134,7 +154,7 @@ def over_problems(values: Sequence[float]) -> Interval:
 
 
 def resampled(values: Sequence[float]) -> Interval:
-    """Mean with the 95 % percentile interval of its bootstrap; the values may be differences."""
+    """Mean with the 95 % percentile interval of a bootstrap; the values may be differences."""
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.size < 2:
         return Interval(float(numbers.mean()), None, None)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from troll.lab.runs.comparison import ROLLOUTS_AVERAGED
 from troll.lab.runs.folder import Line, Run
-
-ROLLOUTS_AVERAGED = 3
 
 
 @dataclass(frozen=True)
@@ -76,16 +73,6 @@ def sentences(run: Run) -> list[str]:
     elif s.kl_mean is not None:
         said.append(f"Mean token KL to the policy that made the rollout: {s.kl_mean:.4f}.")
     return said
-
-
-def one_line(text: str) -> str:
-    """The text without what could move the cursor, colour the terminal or begin another line.
-
-    >>> one_line("a\\x1b[31mb\\n c")
-    'a [31mb c'
-    """
-    plain = "".join("\n" if unicodedata.category(x)[0] == "C" or x in "\u2028\u2029" else x for x in text)
-    return re.sub(r"\s*\n\s*", " ", plain).strip()
 
 
 def _column(lines: list[Line], name: str) -> list[float]:

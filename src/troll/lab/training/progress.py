@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers import TrainerCallback
 
 from troll.lab.report.rules import Watch
-from troll.lab.runs.summary import one_line
+from troll.lab.runs.formatting import one_line
 
 FIELDS = {  # metric → how it is shown
     "reward": "reward {:.3f}",

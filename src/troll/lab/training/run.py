@@ -7,11 +7,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from safetensors import SafetensorError
@@ -20,14 +18,13 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from troll.errors import InputError
-from troll.files import is_file_error, write_atomic
+from troll.files import is_file_error
 from troll.lab.models import load_tokenizer
 from troll.lab.report.rules import Watch
-from troll.lab.runs import Run, write_json
-from troll.lab.runs.arms import arm_of
-from troll.lab.runs.atomic_folder import new_folder, put_in_place, staged_beside
-from troll.lab.runs.folder import ABOUT, CONFIG, FORMAT, Line
-from troll.lab.runs.summary import one_line
+from troll.lab.runs import Run
+from troll.lab.runs.folder import MODEL, Line
+from troll.lab.runs.formatting import one_line
+from troll.lab.runs.writer import create_run, put_in_place, resume_run, staged_beside, timestamp, update_run
 from troll.lab.tasks import Task
 from troll.lab.training import provenance as facts
 from troll.lab.training.evaluate import stop_token
@@ -40,8 +37,6 @@ from troll.trl.robust.interrupt import StopOnSignal
 from troll.trl.robust.lock import locked
 from troll.trl.robust.resume import ABOUT as STATE
 from troll.trl.robust.store import Found, checkpoints, recover
-
-MODEL = "model"
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class Plan:
 def execute(plan: Plan, console: Console) -> Run:
     """Train as planned. An interrupted run ends with a checkpoint; one that fails before an update leaves nothing."""
     main = plan.args.process_index == 0
-    with begun(plan) if main else nullcontext(), _status(plan, main) as goes_on, StopOnSignal() as stop:
+    with run_folder(plan) if main else nullcontext(), _status(plan, main) as goes_on, StopOnSignal() as stop:
         found = _found(plan, main)
         if main and plan.resumes:
             for sentence in _where(plan, found):
@@ -100,7 +95,7 @@ def execute(plan: Plan, console: Console) -> Run:
             _save_model(plan.folder / MODEL, trainer, own_stops)
         if main:
             status = "interrupted" if stop.stopped else "finished"
-            note(plan.folder, status=status, finished=now(), seconds=trainer.seconds)
+            update_run(plan.folder, status=status, finished=timestamp(), seconds=trainer.seconds)
             if not stop.stopped and not plan.keep_checkpoints:
                 for checkpoint in checkpoints(plan.folder).values():
                     shutil.rmtree(checkpoint, ignore_errors=True)
@@ -220,58 +215,38 @@ def _end_at(stop: str, model: Any, tokenizer: Any, args: TROLLConfig) -> None:
 
 
 @contextmanager
-def begun(plan: Plan) -> Iterator[None]:
-    """The folder of a run, made if it is a new one, and locked."""
+def run_folder(plan: Plan) -> Iterator[None]:
+    """Create the folder of a new run, and hold the lock of the folder."""
     if not plan.resumes:
-        begin(plan)
+        create(plan)
     with locked(plan.folder):
         yield
 
 
-def begin(plan: Plan) -> None:
-    """The files that are there from the start, all of them or no folder."""
-    about = {
-        "format": FORMAT,
-        "name": plan.folder.name,
-        "status": "running",
-        "started": now(),
-        "finished": None,
-        "seconds": 0.0,
-        "command": plan.command,
-        "seed": plan.args.seed,
-        "task": {"name": plan.task.name, "description": plan.task.description},
-        "model": {"name": plan.model},
-        **_settings(plan),
-        "git": facts.git_state(),
-        "machine": facts.machine(),
-    }
-    with new_folder(plan.folder) as staged:
-        write_json(staged / ABOUT, about)
-        write_atomic(staged / CONFIG, _config(plan))
+def create(plan: Plan) -> None:
+    """Create the folder of a new run, atomically."""
+    create_run(
+        plan.folder,
+        plan.config,
+        _settings(plan),
+        command=plan.command,
+        seed=plan.args.seed,
+        task={"name": plan.task.name, "description": plan.task.description},
+        model={"name": plan.model},
+        versions=facts.versions(),
+        git=facts.git_state(),
+        machine=facts.machine(),
+    )
 
 
-def go_on(plan: Plan, step: int, changes: Sequence[str] = ()) -> None:
-    """Write down that a run is going on, from which update, and what it does otherwise from there on."""
-    about = {name: value for name, value in Run(plan.folder).about.items() if name != "error"}
-    about |= {"status": "running", "finished": None}
-    if changes:
-        new = _settings(plan)
-        new["settings"]["eval_on_start"] = about["settings"].get("eval_on_start")
-        change = {"step": step, "when": now(), "differences": list(changes)}
-        about |= {**new, "seed": plan.args.seed, "changes": [*about.get("changes", []), change]}
-        write_atomic(plan.folder / CONFIG, _config(plan))
-    write_json(plan.folder / ABOUT, about)
+def resume(plan: Plan, step: int, changes: Sequence[str] = ()) -> None:
+    """Record that a run continues, from which update, and which settings changed."""
+    resume_run(plan.folder, step, changes, plan.config, _settings(plan), seed=plan.args.seed, versions=facts.versions())
 
 
 def _settings(plan: Plan) -> Line:
-    """The part of ``run.json`` that a resume may change."""
-    settings = {name: value for name, value in plan.args.to_dict().items() if not name.startswith(("push_", "hub_"))}
-    arm, label = arm_of(settings)
-    return {"arm": arm, "arm_label": label, "settings": settings, "versions": facts.versions()}
-
-
-def _config(plan: Plan) -> bytes:
-    return yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True).encode()
+    """Every setting of the trainer except those of the model hub."""
+    return {name: value for name, value in plan.args.to_dict().items() if not name.startswith(("push_", "hub_"))}
 
 
 class _GoesOn(TrainerCallback):
@@ -293,9 +268,9 @@ class _GoesOn(TrainerCallback):
             return
         plan = self.plan
         if plan.resumes:
-            go_on(plan, state.global_step, [x for x in changes if x not in self.accepted])
+            resume(plan, state.global_step, [x for x in changes if x not in self.accepted])
         parameters = self.trainer.model.num_parameters()
-        note(plan.folder, max_steps=state.max_steps, model={"name": plan.model, "parameters": parameters})
+        update_run(plan.folder, max_steps=state.max_steps, model={"name": plan.model, "parameters": parameters})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After the last update there is none left to lose but those since the last checkpoint."""
@@ -323,15 +298,6 @@ def _status(plan: Plan, main: bool) -> Iterator[_GoesOn]:
         elif main and (goes_on.began or not plan.resumes):
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with suppress(OSError):  # a full disk, and then it is the error that counts
-                note(plan.folder, status=status, finished=now(), seconds=_seconds(plan.folder), error=str(error))
+                seconds = _seconds(plan.folder)
+                update_run(plan.folder, status=status, finished=timestamp(), seconds=seconds, error=str(error))
         raise
-
-
-def note(folder: Path, **new: Any) -> None:
-    """Change what ``run.json`` says."""
-    write_json(folder / ABOUT, {**Run(folder).about, **new})
-
-
-def now() -> str:
-    """The time, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -22,11 +22,11 @@ from rich.console import Console
 from troll.errors import InputError
 from troll.lab.report.rules import Watch
 from troll.lab.runs import Run, append_line
-from troll.lab.runs.atomic_folder import put_in_place
-from troll.lab.runs.folder import METRICS
-from troll.lab.runs.summary import one_line
+from troll.lab.runs.folder import METRICS, MODEL
+from troll.lab.runs.formatting import one_line
+from troll.lab.runs.writer import put_in_place, timestamp, update_run
 from troll.lab.training.progress import ShowProgress, say
-from troll.lab.training.run import MODEL, Plan, begun, go_on, note, now
+from troll.lab.training.run import Plan, resume, run_folder
 from troll.lab.verl.data import STOP, write_stop, write_task
 from troll.lab.verl.keys import CHECKPOINTS, DATA, keeps_model, overrides
 from troll.lab.verl.metrics import Translator, logs, read_new, translate
@@ -79,10 +79,10 @@ def checkpoint_of(folder: Path) -> int:
 
 def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
     """Train as planned. The files that verl reads are written first; those it writes stay, whatever becomes of it."""
-    with begun(plan):
+    with run_folder(plan):
         if plan.resumes:
             saved = checkpoint_of(plan.folder)
-            go_on(plan, saved * setup.updates, plan.changes)
+            resume(plan, saved * setup.updates, plan.changes)
             none = "There is no checkpoint to go on from: the run begins again, from update 0."
             say(console, f"Going on from rollout {saved}." if saved else none)
         return _execute(plan, setup, request, console)
@@ -91,7 +91,7 @@ def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console)
 def _execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
     engine = {name: metadata.version(name) for name in ("verl", "ray")}
     versions = {**Run(plan.folder).about["versions"], **engine}
-    note(plan.folder, engine="verl", versions=versions, max_steps=setup.rollouts * setup.updates)
+    update_run(plan.folder, engine="verl", versions=versions, max_steps=setup.rollouts * setup.updates)
     try:
         _write(plan, setup, request)
     except BaseException:
@@ -116,7 +116,7 @@ def _execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console
         if child.returncode:
             raise _failure(plan.folder, child.returncode)
     _keep_model(plan, setup, console)
-    note(plan.folder, status="finished", finished=now(), seconds=_seconds(plan.folder))
+    update_run(plan.folder, status="finished", finished=timestamp(), seconds=_seconds(plan.folder))
     return Run(plan.folder)
 
 
@@ -202,7 +202,8 @@ def _status(plan: Plan) -> Iterator[None]:
         yield
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        note(plan.folder, status=status, finished=now(), seconds=_seconds(plan.folder), error=one_line(str(error)))
+        seconds, reason = _seconds(plan.folder), one_line(str(error))
+        update_run(plan.folder, status=status, finished=timestamp(), seconds=seconds, error=reason)
         raise
 
 

@@ -10,7 +10,8 @@ from troll.lab.report.rules import learning
 from troll.lab.report.rules import trust_region as region
 from troll.lab.report.rules.finding import Change, Finding
 from troll.lab.report.rules.history import History
-from troll.lab.runs.folder import WARNINGS, Line, Run, append_line
+from troll.lab.runs.folder import WARNINGS, Line, Run
+from troll.lab.runs.writer import append_line
 
 RULES: tuple[Callable[[History], Finding | None], ...] = (
     *(upkeep.skipped, upkeep.unscored, upkeep.infra, upkeep.unconverged),
