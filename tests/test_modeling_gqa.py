@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from troll import modeling as grouped
+from troll import modeling
 from troll.modeling import gqa_attention, gqa_decoding
 
 HEADS, GROUPS, LENGTH, SIZE = 12, 3, 7, 8
@@ -51,7 +51,7 @@ def test_keys_and_values_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append((key.data_ptr(), value.data_ptr()))
         return query
 
-    monkeypatch.setattr(grouped, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(modeling, "scaled_dot_product_attention", attend)
     gqa_attention(module, query, key, value, mask)
     assert seen == [(key.data_ptr(), value.data_ptr())]
 
@@ -70,7 +70,7 @@ def test_all_else_is_left_to_transformers(case: str, monkeypatch: pytest.MonkeyP
     elif case == "a bias of positions":
         named["position_bias"] = torch.zeros(1, HEADS, 1, LENGTH)
     asked = []
-    monkeypatch.setattr(grouped, "sdpa_attention_forward", lambda *args, **named: asked.append((args, named)))
+    monkeypatch.setattr(modeling, "sdpa_attention_forward", lambda *args, **named: asked.append((args, named)))
     gqa_attention(module, query, key, value, mask, **named)
     assert len(asked) == 1
     assert asked[0][1] == named

@@ -1,4 +1,4 @@
-"""What trainers need to know about models of transformers: dropout, one broken kernel, and faster decoding."""
+"""Models of transformers: the dropout check, a workaround for a cuDNN bug, and faster decoding with GQA."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from troll.errors import InputError
 
@@ -16,7 +18,7 @@ _FIXED_CUDNN = 92600
 """cuDNN 9.26."""
 
 
-def check_dropout(model: torch.nn.Module, hint: str) -> None:
+def check_dropout(model: torch.nn.Module, fix: str) -> None:
     """Refuse a model with dropout: scored twice, it would differ from itself, and the bound would act on noise."""
     for name, module in model.named_modules():
         names = ["p"] if isinstance(module, torch.nn.Dropout) else [key for key in vars(module) if "drop" in key]
@@ -24,9 +26,9 @@ def check_dropout(model: torch.nn.Module, hint: str) -> None:
             value = getattr(module, key)
             if isinstance(value, float) and value > 0:
                 raise InputError(
-                    f"a model with dropout ({name}.{key}={value})",
-                    "none: a rollout is scored twice, and KL > 0 before the first update would be noise",
-                    hint,
+                    f"the model has dropout ({name}.{key}={value}), so its KL to itself would be noise: a rollout is "
+                    "scored twice",
+                    fix,
                 )
 
 
@@ -60,9 +62,6 @@ def gqa_decoding() -> Iterator[None]:
     With a mask, which left padding needs, transformers copies all cached keys and values once for each query of a
     group, for every token. Here the queries of a group are rows of one product, and the cache is read in place.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     replaced = ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
     if replaced:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = gqa_attention
@@ -80,8 +79,6 @@ def gqa_attention(
 
     query: [sequences, heads, 1, d]; key, value: [sequences, groups, length, d] → [sequences, 1, heads, d].
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     sequences, heads, tokens, _ = query.shape
     groups = key.shape[1]
     one_mask = attention_mask is None or attention_mask.shape[1] == 1  # the same for all heads
