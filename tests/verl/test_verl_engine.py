@@ -141,7 +141,7 @@ def test_metrics_are_those_of_the_core(folder: Path, name: str, backend: str, pr
         *((key, 1.0) for key in ("sequence_kl_before/max", "sequence_kl_after/max")),
     ):
         assert logged[f"actor/troll/{ours}"] * factor == pytest.approx(float(metrics[ours]), rel=1e-4, abs=1e-6), ours
-    assert logged["actor/troll/unconverged_fraction"] == 0
+    assert logged["actor/troll/unconverged_tokens"] == 0
 
 
 @pytest.mark.slow

@@ -1,25 +1,32 @@
-"""verl with a trust region, without a fork: verl's own ``main_ppo``, trainer, workers and rollouts, unmodified.
+"""TROLL in verl, without a fork: verl's ``main_ppo``, trainer, workers and rollouts run unmodified.
 
-Importing this module registers an engine (``engine``, for Megatron ``megatron``) and a policy loss (``objective``) with
-verl. The engine records the sparse old policy when verl scores a rollout (``transport`` says how it travels) and brings
-the policy into the trust region when verl updates it. verl's aggregation, reference KL, entropy bonus, advantages,
-logging and checkpoints are its own.
+Importing this module checks that the installed verl has what is used of it (``contract``) and registers an engine
+(``engine``, for Megatron ``megatron``) and a policy loss (``loss``). The engine records the sparse old policy when verl
+scores a rollout (``transport`` stores it) and projects onto the trust region when verl updates the policy. Aggregation,
+reference KL, entropy bonus, advantages, logging and checkpoints are verl's.
 
-It is what ``actor_rollout_ref.model.external_lib`` names; ``configs/trust_region/troll.yaml`` sets everything:
+``actor_rollout_ref.model.external_lib`` names this module. The config group ``trust_region`` sets that and the rest:
 
     python -m verl.trainer.main_ppo 'hydra.searchpath=[pkg://troll.verl.configs]' +trust_region=troll …
 """
 
 try:
-    from verl.workers import engine as _engines
+    import verl as _verl  # noqa: F401
 except ImportError as error:
-    raise ImportError("troll.verl needs verl: pip install 'troll-rl[verl]'") from error
+    raise ImportError("troll.verl needs verl. Install it with: pip install 'troll-rl[verl]'") from error
 
-from troll.verl import trl_compat as _beside_trl  # noqa: F401
-from troll.verl.config import TrollFSDPEngineConfig, TrollMcoreEngineConfig, TrollPolicyLossConfig
-from troll.verl.engine import TrollFSDPEngine
+from troll.verl import contract as _contract
 
-if _engines.MegatronEngine is not None:  # where verl found Megatron
+_contract.check(_contract.CONFIG, _contract.LOSS, _contract.ENGINE, _contract.TRL_COMPAT)
+
+from verl.workers import engine as _engines  # noqa: E402
+
+from troll.verl import trl_compat as _trl_compat  # noqa: E402, F401
+from troll.verl.config import TrollFSDPEngineConfig, TrollMcoreEngineConfig, TrollPolicyLossConfig  # noqa: E402
+from troll.verl.engine import TrollFSDPEngine  # noqa: E402
+
+if _engines.MegatronEngine is not None:  # None where Megatron is not installed
+    _contract.check(_contract.MEGATRON)
     from troll.verl import megatron as _megatron  # noqa: F401
 
 __all__ = ["TrollFSDPEngine", "TrollFSDPEngineConfig", "TrollMcoreEngineConfig", "TrollPolicyLossConfig"]

@@ -17,7 +17,7 @@ from troll.errors import InputError
 from troll.modeling import check_dropout
 from troll.policy import SparsePolicy, restrict, sparsify
 from troll.verl.config import MODEL_TYPE, recorded
-from troll.verl.loss import Update, options_of
+from troll.verl.loss import TrustRegionLoss, options_of
 from troll.verl.transport import OLD_POLICY, Positions, write
 
 _DEVICES = ["cuda", "npu"]
@@ -27,7 +27,7 @@ class TrustRegion(BaseEngine):
     """What an engine with a trust region does besides: to be mixed into one of verl's engines for language models.
 
     The engine of the actor scores a rollout (no loss function): the sparse old policy is recorded. It updates on it
-    (verl's ``ppo_loss``): the loss becomes an ``Update``. Passes of a reference, an engine of its own or the actor
+    (verl's ``ppo_loss``): the loss becomes a ``TrustRegionLoss``. Passes of a reference, an engine of its own or the actor
     without its adapter, are left alone.
     """
 
@@ -73,7 +73,7 @@ class TrustRegion(BaseEngine):
             finally:
                 self._adapter_disabled = False
 
-    def _update(self, loss_function: Any) -> Update:
+    def _update(self, loss_function: Any) -> TrustRegionLoss:
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ class TrollFSDPEngine(TrustRegion, FSDPEngineWithLMHead):
         outputs[OLD_POLICY] = write(whole, positions)
         return outputs
 
-    def _update(self, loss_function: Any) -> Update:
+    def _update(self, loss_function: Any) -> TrustRegionLoss:
         floor = options_of(loss_function).tail == "floor"
 
         def score(logits: Tensor, old: SparsePolicy, sampled: Tensor) -> SparsePolicy:
@@ -120,7 +120,7 @@ class TrollFSDPEngine(TrustRegion, FSDPEngineWithLMHead):
                 return sparsify(logits, sampled, self._max_support, self._tail_mass, loss_mask=old.valid)
             return restrict(logits, old)
 
-        return Update(loss_function, self._max_support, score, self._local)
+        return TrustRegionLoss(loss_function, self._max_support, score, self._local)
 
     def _local(self, values: Tensor) -> Tensor:
         """Values of all positions [T, …] → of those whose logits this process has, padded as verl pads them."""

@@ -1,7 +1,7 @@
 """An update: verl's logits → projected log-ratios, and verl's own loss over them.
 
 verl calls the loss function of an update twice per micro-batch: through its hook for logits (that of distillation), and
-then with what the hook returned, for the loss. ``Update`` stands in for it both times. The loss itself is verl's
+then with what the hook returned, for the loss. ``TrustRegionLoss`` stands in for it both times. The loss itself is verl's
 ``ppo_loss``, which aggregates, and adds the entropy bonus and the reference KL; it asks for the policy loss by name and
 finds ``troll_policy_loss``, which takes the ratios from the update in progress.
 """
@@ -23,15 +23,13 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from troll.deferred import DeferredCheck, DeferredChecks, run_checks
 from troll.errors import InputError
-from troll.objective import constrain, ratios, token_stats
-from troll.policy import SparsePolicy, sequence_kl
+from troll.objective import constrain, ratios, summarise, token_stats
+from troll.policy import SparsePolicy
 from troll.verl.config import LOSS_MODE, MODEL_TYPE, TrollPolicyLossConfig
 from troll.verl.transport import Positions, read
 
 PREFIX = "actor/troll/"
 _RATIO, _REGRESSION, _STAT = "troll_log_ratio", "troll_regression", "troll_stat/"
-_EXTREMES = {"kl_before": ("max",), "kl_after": ("max",), "ratio": ("max", "min"), "solver_steps": ("max",)}
-_NAMES = {"projected": "projected_fraction", "unconverged": "unconverged_fraction"}
 
 Score = Callable[[Tensor, SparsePolicy, Tensor], SparsePolicy]
 """Logits [T, V] (or a shard of them), the old policy [T] and the next tokens [T] → the proposal [T]."""
@@ -82,7 +80,7 @@ def troll_policy_loss(
     return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {"actor/ppo_kl": moved.item()}
 
 
-class Update:
+class TrustRegionLoss:
     """verl's loss function for one mini-batch, with the trust region in it.
 
     Args:
@@ -146,7 +144,7 @@ class Update:
             loss, metrics = self._loss_function(model_output=model_output, data=data, dp_group=dp_group)
         run_checks(self._checks)
         self._checks = []
-        return loss, metrics | _metrics(model_output, data)
+        return loss, metrics | _metrics(model_output, data, self._options)
 
 
 def _refuse_other_tokens() -> None:
@@ -183,29 +181,47 @@ def _of_completions(model_output: dict[str, Tensor], names: list[str], data: Any
 
 
 @torch.no_grad()
-def _metrics(model_output: dict[str, Tensor], data: Any) -> dict[str, Metric]:
-    """Exact means over the tokens of the mini-batch on all processes, and extremes.
+def _metrics(
+    model_output: dict[str, Tensor], data: Any, options: TrollPolicyLossConfig
+) -> dict[str, Metric]:
+    """The metrics of ``troll.objective.metrics`` for one micro-batch, in the form in which verl reduces them.
 
-    verl adds up the values of micro-batches and averages over processes: each gives Σ x · processes / tokens of all.
+    verl adds up the values of an update's micro-batches (``SUM``) or averages them (``MEAN``), and averages over
+    processes. A mean over tokens or sequences is given as this micro-batch's share of the sum over all processes, so
+    that the result is exact. A percentile, and the mean over projected tokens alone, are averaged over micro-batches
+    and processes, as in TRL over forward passes.
     """
     names = [name for name in model_output if name.startswith(_STAT)]
-    columns = _of_completions(model_output, names, data)
+    log_ratio, *columns = _of_completions(model_output, [_RATIO, *names], data)
     stats = {name.removeprefix(_STAT): x for name, x in zip(names, columns, strict=True)}
     counted = data["response_mask"].to_padded_tensor(padding=0).bool()
-    share = data["dp_size"] / max(data["batch_num_tokens"], 1)
-    means = {name: torch.where(counted, x, 0.0).sum() * share for name, x in stats.items() if name != "solver_steps"}
-    sequences = data["dp_size"] / data["global_batch_size"]
-    totals = {f"sequence_kl_{when}": sequence_kl(stats[f"kl_{when}"], counted) for when in ("before", "after")}
-    means |= {name: total.sum() * sequences for name, total in totals.items()}
-    extremes = {f"{name}/max": total.max() for name, total in totals.items()} | {
-        f"{name}/{which}": getattr(torch.where(counted, stats[name], 1.0 if name == "ratio" else 0.0), which)()
-        for name, both in _EXTREMES.items()
-        for which in both
-    }
-    values = torch.stack([x.double() for x in (*means.values(), *extremes.values())]).tolist()
-    kinds = [AggregationType.SUM] * len(means) + [AggregationType(name.rsplit("/")[-1]) for name in extremes]
-    spread = [f"{name}/mean" if name in _EXTREMES else _NAMES.get(name, name) for name in means]
+    stats["ratio"] = ratios(log_ratio, counted, options.ratio_level)  # type: ignore[arg-type]
+    metrics = summarise(stats, counted)
+    metrics["ratio/min"] = torch.where(counted.any(), metrics["ratio/min"], 1.0)  # 0 would be the minimum of the update
+    processes = data["dp_size"]
+    of_tokens = processes * counted.sum() / max(data["batch_num_tokens"], 1)
+    of_sequences = processes * counted.any(-1).sum() / data["global_batch_size"]
+    kinds, values = [], []
+    for name, value in metrics.items():
+        kind, factor = AggregationType(_reduction(name)), 1.0
+        if kind is AggregationType.SUM:
+            factor = processes
+        elif kind is AggregationType.MEAN and not _per_pass(name):
+            kind, factor = AggregationType.SUM, of_sequences if name.startswith("sequence_kl") else of_tokens
+        kinds.append(kind)
+        values.append(factor * value.double())
     return {
         PREFIX + name: Metric(kind, value)
-        for name, kind, value in zip([*spread, *extremes], kinds, values, strict=True)
+        for name, kind, value in zip(metrics, kinds, torch.stack(values).tolist(), strict=True)
     }
+
+
+def _reduction(name: str) -> str:
+    """How the values of several passes become one: their mean, maximum, minimum or sum."""
+    last = name.rsplit("/")[-1]
+    return last if last in ("max", "min") else "sum" if name == "unconverged_tokens" else "mean"
+
+
+def _per_pass(name: str) -> bool:
+    """Whether a metric is averaged over micro-batches, since it is not a mean over all tokens or sequences."""
+    return name.endswith("/p99") or name == "solver_steps/mean"

@@ -26,7 +26,7 @@ from troll.policy import SparsePolicy
 from troll.policy.parallel import restrict_parallel, sparsify_parallel
 from troll.verl.config import MODEL_TYPE
 from troll.verl.engine import TrustRegion
-from troll.verl.loss import Update, options_of
+from troll.verl.loss import TrustRegionLoss, options_of
 from troll.verl.transport import OLD_POLICY, Positions, write
 
 _RECORDED = ("troll_token_ids", "troll_log_probs", "troll_log_tail")
@@ -78,7 +78,7 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
         **flags: Any,
     ) -> dict[str, Tensor]:
         """As verl, with a hook of ours: when a rollout is scored it records, in an update it constrains."""
-        if self._records or isinstance(logits_processor_func, Update):
+        if self._records or isinstance(logits_processor_func, TrustRegionLoss):
             self._at = self._layout(batch, data_format)
             positions = Positions.of(batch)
             other = (label.flatten() != self._local(positions.sampled)) & self._local(positions.counted)
@@ -120,12 +120,12 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
         tensors = (policy.token_ids, policy.log_probs, policy.log_tail)
         return {name: self._laid_out(x) for name, x in zip(_RECORDED, tensors, strict=True)}
 
-    def _constrain(self, update: Update, student_logits: Tensor, data: Any, data_format: str) -> dict[str, Tensor]:
+    def _constrain(self, update: TrustRegionLoss, student_logits: Tensor, data: Any, data_format: str) -> dict[str, Tensor]:
         """An update of logits [b, s, V / tp], as tensors [b, s]."""
         output = update(student_logits=student_logits.flatten(0, 1).unsqueeze(0), data=data)
         return {name: self._laid_out(x[0]) for name, x in output.items()}
 
-    def _update(self, loss_function: Any) -> Update:
+    def _update(self, loss_function: Any) -> TrustRegionLoss:
         floor = options_of(loss_function).tail == "floor"
         group = mpu.get_tensor_model_parallel_group()
 
@@ -137,7 +137,7 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
                 policy, _ = restrict_parallel(logits, _over(old, logits.shape[-1] * group.size()), group=group)
             return _over(policy, old.vocab_size)
 
-        return Update(loss_function, self._max_support, score, self._local)
+        return TrustRegionLoss(loss_function, self._max_support, score, self._local)
 
     def _local(self, values: Tensor) -> Tensor:
         """Values of all positions [T, …] → of those whose logits this process has, [b · s, …]."""
@@ -163,7 +163,7 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
 
 
 def _over(policy: SparsePolicy, vocab_size: int) -> SparsePolicy:
-    """The same numbers, said to be of so many tokens: an ``Update`` takes the width of its logits for V."""
+    """The same numbers, said to be of so many tokens: a ``TrustRegionLoss`` takes the width of its logits for V."""
     return SparsePolicy.trusted(policy.token_ids, policy.log_probs, policy.log_tail, vocab_size, policy.temperature)
 
 

@@ -1,7 +1,9 @@
-"""verl in one environment with TRL: verl patches a class that TRL has dropped, and cannot build any model then.
+"""Lets verl build models in an environment that also has a recent TRL.
 
-verl 0.9 asks whether TRL is installed and imports ``AutoModelForCausalLMWithValueHead`` from it. Here it asks whether
-TRL has that class.
+verl 0.9 patches TRL's ``AutoModelForCausalLMWithValueHead`` whenever TRL is installed. Recent versions of TRL no longer
+have that class, so that verl fails with an ``ImportError`` for every model. ``troll train --engine verl`` needs both
+packages in one environment: it takes its flags from TRL's configuration. Importing this module replaces verl's question
+"is TRL installed?" by "does TRL have that class?".
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from verl.models.transformers import monkey_patch
 
 @cache
 def has_value_head() -> bool:
-    """Whether TRL has the class that verl looks for, where verl looks for it."""
+    """Whether the installed TRL has the class that verl patches, in one of the two modules verl imports it from."""
     for name in ("trl.experimental.ppo", "trl"):
         try:
             import_module(name).AutoModelForCausalLMWithValueHead  # noqa: B018

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import shutil
 import subprocess
@@ -202,7 +203,7 @@ def test_a_flag_without_a_key_is_refused_before_anything_is_written(
 # ------------------------------------------------------------------ verl itself
 
 CPU = {
-    "PYTHONPATH": str(TESTS / "verl"),
+    "PYTHONPATH": os.pathsep.join([str(TESTS / "verl"), os.environ.get("PYTHONPATH", "")]),
     "PYTHONHASHSEED": "0",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",

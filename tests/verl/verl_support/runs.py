@@ -28,7 +28,7 @@ MARK = "VERL_SUPPORT_RUN"
 WORKER = "ray::WorkerDict"  # title of a process with a rank of actor, critic and reference
 
 ENVIRONMENT = {
-    "PYTHONPATH": str(HERE.parent),
+    "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     "PYTHONHASHSEED": "0",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",

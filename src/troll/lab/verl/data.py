@@ -29,7 +29,7 @@ def write_task(task: Task, request: Mapping[str, Any], folder: Path) -> None:
 
 def write_stop(path: Path, token: int) -> None:
     """The file that makes completions end at a token: verl's ``agent_loop_config_path``."""
-    loop = {"name": "troll_stop", "_target_": "troll.lab.verl.stop_token_loop.StopAgentLoop", "stop": token}
+    loop = {"name": "troll_stop", "_target_": "troll.lab.verl.stop_token_loop.StopTokenAgentLoop", "stop": token}
     path.write_text(yaml.safe_dump([loop], sort_keys=False), encoding="utf-8")
 
 

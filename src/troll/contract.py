@@ -1,0 +1,103 @@
+"""Checks, at import time, that another package still has the names and signatures that this one builds on.
+
+``troll.trl`` and ``troll.verl`` override private methods of TRL and verl, which may change in any release. An override
+of a method that no longer exists is never called, and no error is raised. So each of the two has a table of what it
+uses, and ``check_contract`` raises an ``ImportError`` if an entry no longer holds.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+EXISTS = "(exists)"
+"""The name exists. Nothing is expected of its signature."""
+ATTRIBUTE = "(attribute)"
+"""The class has this attribute, or one of its methods assigns it to ``self``."""
+
+Contract = Mapping[str, str]
+"""``"module:Class.method"`` → its first parameters, ``"self, model, inputs"``; or ``EXISTS`` or ``ATTRIBUTE``.
+
+Parameters after a ``*`` are passed by keyword, so their order does not matter. A function may have further parameters
+if they are optional.
+"""
+
+
+def check_contract(package: str, supported: str, contract: Contract) -> None:
+    """Raise an ``ImportError`` for the first entry that does not hold in the installed version of a package.
+
+    Args:
+        package: its name, as ``pip`` knows it.
+        supported: the versions that are supported, ``">=0.9,<0.10"``.
+        contract: what is used of it.
+    """
+    for name, expected in contract.items():
+        problem = broken(name, expected)
+        if problem:
+            raise ImportError(
+                f"{name.replace(':', '.')} {problem} in {package} {_version(package)}; troll supports "
+                f"{package}{supported}. Install it with: pip install '{package}{supported}'"
+            )
+
+
+def broken(name: str, expected: str) -> str:
+    """The predicate of a sentence that says what is wrong with one entry of a contract; empty if it holds."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        return f"cannot be imported ({error})"
+    *owners, last = path.split(".")
+    for owner in owners:
+        found = getattr(found, owner, None)
+    if expected == ATTRIBUTE:
+        return "" if hasattr(found, last) or last in _assigned(found) else "does not exist"
+    if not hasattr(found, last):
+        return "does not exist"
+    return "" if expected == EXISTS else _differs(getattr(found, last), expected)
+
+
+def _differs(function: Any, expected: str) -> str:
+    parameters = [*inspect.signature(function).parameters.values()]
+    positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    first, _, later = expected.partition("*")
+    ordered, by_name = (
+        [word.strip() for word in part.split(",") if word.strip()] for part in (first, later.lstrip(", "))
+    )
+    known = {x.name for x in parameters}
+    same = [x.name for x in positional][: len(ordered)] == ordered and set(by_name) <= known
+    optional = all(
+        x.default is not x.empty or x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+        for x in parameters
+        if x.name not in (*ordered, *by_name)
+    )
+    return "" if same and optional else f"takes ({', '.join(x.name for x in parameters)}) instead of ({expected})"
+
+
+def _assigned(cls: Any) -> set[str]:
+    """The attributes that methods of a class and of its bases assign."""
+    return {
+        instruction.argval
+        for base in getattr(cls, "__mro__", ())
+        for function in _functions(base)
+        for instruction in dis.get_instructions(function)
+        if instruction.opname == "STORE_ATTR"
+    }
+
+
+def _functions(cls: type) -> Iterator[Any]:
+    for value in vars(cls).values():
+        plain = getattr(value, "__func__", value)  # of a class method
+        if callable(plain) and inspect.isfunction(function := inspect.unwrap(plain)):
+            yield function
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(unknown version)"
