@@ -64,7 +64,10 @@ BROKEN = {
     ("Parent.walk", "self"): "does not exist",
     ("Parent.step", "self, inputs, model"): "takes (self, model, inputs, scale) instead of (self, inputs, model)",
     ("Parent.step", "self, model"): "takes (self, model, inputs, scale) instead of (self, model)",
-    ("Parent.named", "self, model, *, second"): "takes (self, model, first, second) instead of (self, model, *, second)",
+    (
+        "Parent.named",
+        "self, model, *, second",
+    ): "takes (self, model, first, second) instead of (self, model, *, second)",
     ("Parent.named", "self, model, *, first, third"): "takes (self, model, first, second) instead of",
     ("Child.weight", ATTRIBUTE): "does not exist",
 }

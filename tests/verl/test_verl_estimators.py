@@ -15,7 +15,7 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 
 import troll
 from troll.verl import TrollPolicyLossConfig
-from troll.verl.loss import _Completions, _progress, troll_policy_loss
+from troll.verl.loss import _Completions, _using, troll_policy_loss
 
 B, R, V, G = 8, 6, 40, 4
 ESTIMATORS = sorted(core_algos.ADV_ESTIMATOR_REGISTRY)
@@ -70,7 +70,7 @@ def test_every_estimator_of_verl(estimator: str, level: Any) -> None:
 
     step = troll.objective.constrain(troll.restrict(logits, old), old, 0.03, mask.bool(), tail="bucket")
     actor = SimpleNamespace(policy_loss=TrollPolicyLossConfig(**options), global_batch_info={})
-    with _progress(_Completions(step.log_ratio, step.regression)):
+    with _using(_Completions(step.log_ratio, step.regression)):
         ours, _ = troll_policy_loss(torch.zeros(B, R), torch.zeros(B, R), advantages, mask.bool(), "token-mean", actor)
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(torch.autograd.grad(ours, logits)[0], expected, rtol=1e-5, atol=1e-8)

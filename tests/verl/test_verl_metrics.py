@@ -82,9 +82,7 @@ class Rollout:
     def expected(self, sequences: list[int], level: Any) -> dict[str, torch.Tensor]:
         """The metrics of the core over whole sequences."""
         parts = [len(prompt) - 1 for prompt in self.fields["prompts"]]
-        old, new = (
-            verl_cases.padded([rows[i][parts[i] : -1] for i in sequences]) for rows in (self.old, self.new)
-        )
+        old, new = (verl_cases.padded([rows[i][parts[i] : -1] for i in sequences]) for rows in (self.old, self.new))
         mask = verl_cases.padded([self.fields["loss_mask"][i] for i in sequences]).bool()
         sampled = verl_cases.padded([self.fields["responses"][i] for i in sequences])
         policy = troll.sparsify(old, sampled, K, loss_mask=mask)

@@ -17,17 +17,17 @@ import troll
 from troll.policy import PackedPolicy
 
 REFUSED = {
-    "no old policy": "without the field 'troll_old_policy'; expected: the old policy, recorded when verl scored",
-    "verl's loss": "loss_mode=vanilla with the engine troll_lm",
-    "another loss": "expected: verl's ppo_loss",
-    "verl's engine": "with an engine that knows nothing of trust regions",
+    "no old policy": "the batch has no field 'troll_old_policy'",
+    "verl's loss": "the engine troll_lm needs policy_loss.loss_mode=troll, got vanilla",
+    "another loss": "supports verl's ppo_loss only",
+    "verl's engine": "policy_loss.loss_mode=troll needs the engine troll_lm",
     "another order": "6 bytes a position and 7 a kept token",
-    "another format": "in format 2; expected: 2 sequences in format 1; try: the same version of troll on all machines",
-    "another token": "an old policy that was recorded for other tokens",
-    "dropout": "a model with dropout (model.layers.0.self_attn.attention_dropout=0.1)",
-    "fused kernels": "use_fused_kernels=True; expected: logits",
+    "another format": "in format 2, the batch has 2 sequences and needs format 1. Install the same version of troll",
+    "another token": "the old policy in this batch was recorded for other tokens",
+    "dropout": "dropout (model.layers.0.self_attn.attention_dropout=0.1)",
+    "fused kernels": "use_fused_kernels=True: verl's fused kernels compute no logits",
     "padding": "pad_to_length=True",
-    **{name: f"actor.strategy={name}" for name in ("veomni", "torchtitan", "automodel", "fsdp_turbo")},
+    **{name: f"got actor.strategy={name}" for name in ("veomni", "torchtitan", "automodel", "fsdp_turbo")},
 }
 
 

@@ -128,7 +128,7 @@ def shared(folder: Path) -> dict[str, Any]:
     data[OLD_POLICY], data["old_log_probs"] = recorded[OLD_POLICY], data["advantages"]
     for name, value in (("dp_size", 1), ("batch_num_tokens", int(data["loss_mask"].values().sum()))):
         tu.assign_non_tensor(data, **{name: value})
-    update = made._update(partial(ppo_loss, config=actor_config(case)))
+    update = made._trust_region_loss(partial(ppo_loss, config=actor_config(case)))
     tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)
     output = made.prepare_model_outputs(part(whole), arguments, data, update)
     loss, metrics = update(model_output=output, data=data)

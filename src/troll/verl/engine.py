@@ -1,4 +1,4 @@
-"""verl's engines with a trust region: ``actor_rollout_ref.model.model_type=troll_lm``."""
+"""verl's FSDP engine with a trust region: ``actor_rollout_ref.model.model_type=troll_lm``."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ _DEVICES = ["cuda", "npu"]
 
 
 class TrustRegion(BaseEngine):
-    """What an engine with a trust region does besides: to be mixed into one of verl's engines for language models.
+    """Mix-in for one of verl's language-model engines.
 
-    The engine of the actor scores a rollout (no loss function): the sparse old policy is recorded. It updates on it
-    (verl's ``ppo_loss``): the loss becomes a ``TrustRegionLoss``. Passes of a reference, an engine of its own or the actor
-    without its adapter, are left alone.
+    When the actor scores a rollout (no loss function), the engine also records the sparse old policy. When the actor is
+    updated (verl's ``ppo_loss``), the loss becomes a ``TrustRegionLoss``. Passes of the reference policy, which is a
+    separate engine or the actor without its adapter, are unchanged.
     """
 
-    def __init__(self, model_config: Any, engine_config: Any, *rest: Any, **named: Any) -> None:
-        model_config.model_type = "language_model"  # what verl's engine calls the same model
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        model_config.model_type = "language_model"  # the base class asserts it
         _refuse(model_config, engine_config)
         self._adapter_disabled = False
         self._records = False
         self._max_support, self._tail_mass = recorded(engine_config)
-        super().__init__(model_config, engine_config, *rest, **named)
+        super().__init__(model_config, engine_config, *args, **kwargs)
 
     def initialize(self) -> None:
-        """As verl; refuses dropout."""
+        """Initialise as verl does; refuse a model with dropout."""
         super().initialize()
         if not self.engine_config.forward_only:
             for module in self.modules:
-                check_dropout(module, "actor_rollout_ref.model.override_config: 0.0 for this dropout")
+                check_dropout(module, "Set it to 0.0 in actor_rollout_ref.model.override_config")
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The model, or the parts of it that this process has."""
+        """The parts of the model that this process has."""
         return [self.module]
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """As verl, recording the old policy when scoring, within the trust region when updating."""
+        """Record the old policy when scoring, use the trust region when updating; otherwise as verl."""
         if loss_function is None:
             self._records = forward_only and not self._adapter_disabled and not self.engine_config.forward_only
             try:
                 return super().forward_backward_batch(data, None, forward_only)
             finally:
                 self._records = False
-        update = self._update(loss_function)
-        tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)  # verl's hook, and it alone
-        return super().forward_backward_batch(data, update, forward_only)
+        loss = self._trust_region_loss(loss_function)
+        tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)  # only the hook sees the logits
+        return super().forward_backward_batch(data, loss, forward_only)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """As verl, whose reference policy is the actor without its adapter."""
+        """Disable the adapter, as verl does for a reference pass, and remember that it is disabled."""
         with super().disable_adapter():
             self._adapter_disabled = True
             try:
@@ -73,7 +73,7 @@ class TrustRegion(BaseEngine):
             finally:
                 self._adapter_disabled = False
 
-    def _update(self, loss_function: Any) -> TrustRegionLoss:
+    def _trust_region_loss(self, loss_function: Any) -> TrustRegionLoss:
         raise NotImplementedError
 
 
@@ -84,7 +84,7 @@ class TrollFSDPEngine(TrustRegion, FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """As verl; when a rollout is scored, also the old policy."""
+        """verl's outputs; when a rollout is scored, also the old policy."""
         if not self._records:
             outputs: dict[str, Tensor] = super().prepare_model_outputs(
                 output, output_args, micro_batch, logits_processor_func
@@ -108,11 +108,11 @@ class TrollFSDPEngine(TrustRegion, FSDPEngineWithLMHead):
 
         tu.assign_non_tensor(micro_batch, distillation_use_topk=True)
         outputs = super().prepare_model_outputs(output, output_args, micro_batch, record)
-        whole = policies[0]._map(lambda x: self._gather_and_unpad_packed(x, output_args.get("pad_size", 0)))
-        outputs[OLD_POLICY] = write(whole, positions)
+        policy = policies[0]._map(lambda x: self._gather_and_unpad_packed(x, output_args.get("pad_size", 0)))
+        outputs[OLD_POLICY] = write(policy, positions)
         return outputs
 
-    def _update(self, loss_function: Any) -> TrustRegionLoss:
+    def _trust_region_loss(self, loss_function: Any) -> TrustRegionLoss:
         floor = options_of(loss_function).tail == "floor"
 
         def score(logits: Tensor, old: SparsePolicy, sampled: Tensor) -> SparsePolicy:
@@ -123,10 +123,10 @@ class TrollFSDPEngine(TrustRegion, FSDPEngineWithLMHead):
         return TrustRegionLoss(loss_function, self._max_support, score, self._local)
 
     def _local(self, values: Tensor) -> Tensor:
-        """Values of all positions [T, …] → of those whose logits this process has, padded as verl pads them."""
+        """Values of all positions [T, …] → of the positions whose logits this process has, padded as verl does."""
         if not self.use_ulysses_sp:
             return values
-        last = len(values) - 1  # predicts nothing
+        last = len(values) - 1  # predicts no token
         at = torch.arange(last + 1, device=values.device).unsqueeze(0)
         at, _, _ = ulysses_pad_and_slice_inputs(at, sp_size=self.ulysses_sequence_parallel_size, pad_value=last)
         return values[at[0]]
@@ -136,27 +136,25 @@ class TrollFSDPEngine(TrustRegion, FSDPEngineWithLMHead):
     model_type=MODEL_TYPE, backend=["veomni", "torchtitan", "automodel", "fsdp_turbo"], device=_DEVICES
 )
 class RefusedEngine(BaseEngine):
-    """Backends of verl that no trust region was built for."""
+    """Backends of verl without a trust region."""
 
-    def __init__(self, *_: Any, engine_config: Any, **named: Any) -> None:
+    def __init__(self, *_: Any, engine_config: Any, **__: Any) -> None:
         raise InputError(
-            f"actor.strategy={engine_config.strategy} with model_type={MODEL_TYPE}",
-            "fsdp, fsdp2 or megatron: no trust region was built for other backends",
-            "actor_rollout_ref.actor.strategy=fsdp2",
+            f"model_type={MODEL_TYPE} supports the backends fsdp, fsdp2 and megatron, got "
+            f"actor.strategy={engine_config.strategy}",
+            "Set actor_rollout_ref.actor.strategy=fsdp2",
         )
 
 
 def _refuse(model_config: Any, engine_config: Any) -> None:
-    """What would train with another loss, or with a wrong one."""
+    """Refuse settings under which verl's hook for logits is not called, or is called with other positions."""
     if model_config.use_fused_kernels or engine_config.use_fused_kernels:
         raise InputError(
-            "actor_rollout_ref.model.use_fused_kernels=True",
-            "logits: verl's fused kernels make none, and the trust region is about whole distributions",
-            "actor_rollout_ref.model.use_fused_kernels=False, the default",
+            "use_fused_kernels=True: verl's fused kernels compute no logits, and the trust region needs them",
+            "Set actor_rollout_ref.model.use_fused_kernels=False, the default",
         )
     if engine_config.get("pad_to_length", False):
         raise InputError(
-            "actor.pad_to_length=True",
-            "micro-batches without that padding: verl's hook for logits does not know of it",
-            "actor_rollout_ref.actor.pad_to_length=False, the default",
+            "actor.pad_to_length=True: verl's hook for logits does not support this padding",
+            "Set actor_rollout_ref.actor.pad_to_length=False, the default",
         )

@@ -1,9 +1,9 @@
-"""An update: verl's logits → projected log-ratios, and verl's own loss over them.
+"""The loss of an update: verl's logits → projected log-ratios → verl's ``ppo_loss`` over them.
 
-verl calls the loss function of an update twice per micro-batch: through its hook for logits (that of distillation), and
-then with what the hook returned, for the loss. ``TrustRegionLoss`` stands in for it both times. The loss itself is verl's
-``ppo_loss``, which aggregates, and adds the entropy bonus and the reference KL; it asks for the policy loss by name and
-finds ``troll_policy_loss``, which takes the ratios from the update in progress.
+verl calls the loss function of an update twice per micro-batch: first with the logits, through the hook it has for
+distillation, then with the outputs of that hook. ``TrustRegionLoss`` takes both calls. The second one calls verl's
+``ppo_loss``, which adds the entropy bonus and the reference KL, and finds ``troll_policy_loss`` by its name
+(``loss_mode=troll``). That function takes the projected ratios from a context variable.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ Score = Callable[[Tensor, SparsePolicy, Tensor], SparsePolicy]
 
 
 class _Completions(NamedTuple):
-    """What ``troll_policy_loss`` needs of the update in progress, per token of the completions, [B, R]."""
+    """What ``troll_policy_loss`` needs besides verl's arguments, per token of the completions, [B, R]."""
 
     log_ratio: Tensor
     regression: Tensor
 
 
-_in_progress: ContextVar[_Completions] = ContextVar("troll_update")
+_current: ContextVar[_Completions] = ContextVar("troll_completions")
 
 
 @contextmanager
-def _progress(completions: _Completions) -> Iterator[None]:
-    token = _in_progress.set(completions)
+def _using(completions: _Completions) -> Iterator[None]:
+    token = _current.set(completions)
     try:
         yield
     finally:
-        _in_progress.reset(token)
+        _current.reset(token)
 
 
 @register_policy_loss(LOSS_MODE)  # type: ignore[untyped-decorator]
@@ -65,29 +65,28 @@ def troll_policy_loss(
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """The negative of equation (8), aggregated by verl: −w π(o)/π_old(o) A + α KL(π̃ ‖ ⌊π⌋), all [B, R]."""
-    completions = _in_progress.get(None)
+    completions = _current.get(None)
     if completions is None:
         raise InputError(
-            f"policy_loss.loss_mode={LOSS_MODE} with an engine that knows nothing of trust regions",
-            f"the engine {MODEL_TYPE}, which makes the ratios of this loss",
-            f"actor_rollout_ref.model.model_type={MODEL_TYPE}, or +trust_region=troll, which sets everything",
+            f"policy_loss.loss_mode={LOSS_MODE} needs the engine {MODEL_TYPE}, which computes the projected ratios",
+            f"Use +trust_region=troll, which sets all keys, or set actor_rollout_ref.model.model_type={MODEL_TYPE}",
         )
     options: TrollPolicyLossConfig = config.policy_loss
     ratio = ratios(completions.log_ratio, response_mask, options.ratio_level)  # type: ignore[arg-type]
     weighted = ratio if rollout_is_weights is None else ratio * rollout_is_weights
     losses = options.regression_coef * completions.regression - weighted * advantages
-    moved = torch.where(response_mask, old_log_prob - log_prob.detach(), 0.0).sum() / response_mask.sum().clamp(min=1)
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {"actor/ppo_kl": moved.item()}
+    kl = torch.where(response_mask, old_log_prob - log_prob.detach(), 0.0).sum() / response_mask.sum().clamp(min=1)
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {"actor/ppo_kl": kl.item()}
 
 
 class TrustRegionLoss:
-    """verl's loss function for one mini-batch, with the trust region in it.
+    """Stands in for verl's loss function on one mini-batch.
 
     Args:
         loss_function: verl's, ``partial(ppo_loss, config=…)``.
-        slots: most tokens kept per position (K).
-        score: how logits become the proposal.
-        local: values of all T positions → of those whose logits this process has.
+        slots: K, the most tokens kept per position.
+        score: logits → the proposal.
+        local: values of all T positions → of the positions whose logits this process has.
     """
 
     def __init__(self, loss_function: Any, slots: int, score: Score, local: Callable[[Tensor], Tensor]) -> None:
@@ -104,18 +103,17 @@ class TrustRegionLoss:
         model_output: dict[str, Tensor] | None = None,
         dp_group: Any = None,
     ) -> Any:
-        """As verl calls it: with ``student_logits`` its hook, with ``model_output`` the loss."""
+        """With ``student_logits``: the outputs of verl's hook. With ``model_output``: the loss and the metrics."""
         if student_logits is not None:
             return self._project(student_logits, data)
         assert model_output is not None
         return self._loss(model_output, data, dp_group)
 
     def _project(self, logits: Tensor, data: Any) -> dict[str, Tensor]:
-        """Logits [1, T, V] → numbers per position, [1, T]."""
+        """Logits [1, T, V] → values per position, each [1, T]."""
         options, positions = self._options, Positions.of(data)
         with torch.autocast(logits.device.type, enabled=False):
-            whole = read(data, positions, self._slots, logits.shape[-1])
-            old = whole._map(self._local)
+            old = read(data, positions, self._slots, logits.shape[-1])._map(self._local)
             sampled, counted = self._local(positions.sampled), self._local(positions.counted)
             self._checks.append(DeferredCheck(((old.sampled != sampled) & counted).any(), _refuse_other_tokens))
             proposal = self._score(logits[0], old, sampled)
@@ -140,7 +138,7 @@ class TrustRegionLoss:
 
     def _loss(self, model_output: dict[str, Tensor], data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
         completions = _Completions(*_of_completions(model_output, [_RATIO, _REGRESSION], data))
-        with _progress(completions):
+        with _using(completions):
             loss, metrics = self._loss_function(model_output=model_output, data=data, dp_group=dp_group)
         run_checks(self._checks)
         self._checks = []
@@ -149,41 +147,38 @@ class TrustRegionLoss:
 
 def _refuse_other_tokens() -> None:
     raise InputError(
-        "an old policy that was recorded for other tokens",
-        "the old policy of the tokens in the same batch",
-        "reporting it: a batch was reordered without all of its fields",
+        "the old policy in this batch was recorded for other tokens: a batch was reordered without all of its fields",
+        "Please report this",
     )
 
 
 def options_of(loss_function: Any) -> TrollPolicyLossConfig:
-    """The settings of the trust region inside verl's loss function; refuses any other loss."""
+    """The trust region's settings in verl's loss function; any other loss is refused."""
     if not (isinstance(loss_function, partial) and loss_function.func is ppo_loss):
         raise InputError(
-            f"the loss {loss_function!r} with the engine {MODEL_TYPE}",
-            "verl's ppo_loss: no distillation, no fine-tuning",
-            "actor_rollout_ref.model.model_type=language_model for other losses",
+            f"the engine {MODEL_TYPE} supports verl's ppo_loss only, got {loss_function!r}",
+            "Set actor_rollout_ref.model.model_type=language_model for distillation, fine-tuning and other losses",
         )
     options = loss_function.keywords["config"].policy_loss
     if not isinstance(options, TrollPolicyLossConfig):
         raise InputError(
-            f"policy_loss.loss_mode={options.loss_mode} with the engine {MODEL_TYPE}",
-            f"loss_mode={LOSS_MODE} and the configuration of the trust region",
-            "+trust_region=troll, which sets everything; or model_type=language_model for verl's own losses",
+            f"the engine {MODEL_TYPE} needs policy_loss.loss_mode={LOSS_MODE}, got {options.loss_mode}",
+            "Use +trust_region=troll, which sets all keys, or set model_type=language_model for verl's losses",
         )
     return options
 
 
 def _of_completions(model_output: dict[str, Tensor], names: list[str], data: Any) -> tuple[Tensor, ...]:
-    """Numbers of all positions → of the tokens of the completions, each [B, R]; verl's function waits for the device
-    and goes through the sequences, so it is called once."""
+    """Values of all positions → of the tokens of the completions, each [B, R].
+
+    verl's function synchronises with the device and loops over the sequences, so it is called once for all names.
+    """
     columns = torch.stack([model_output[name].values() for name in names], dim=-1)
     return torch.unbind(no_padding_2_padding(columns, data), dim=-1)
 
 
 @torch.no_grad()
-def _metrics(
-    model_output: dict[str, Tensor], data: Any, options: TrollPolicyLossConfig
-) -> dict[str, Metric]:
+def _metrics(model_output: dict[str, Tensor], data: Any, options: TrollPolicyLossConfig) -> dict[str, Metric]:
     """The metrics of ``troll.objective.metrics`` for one micro-batch, in the form in which verl reduces them.
 
     verl adds up the values of an update's micro-batches (``SUM``) or averages them (``MEAN``), and averages over

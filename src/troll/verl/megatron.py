@@ -1,9 +1,9 @@
-"""verl's Megatron engine with a trust region: the vocabulary is divided among the processes of tensor parallelism.
+"""verl's Megatron engine with a trust region: the vocabulary is split among tensor-parallel processes.
 
-verl hands the last pipeline stage the logits of its columns, [b, s, V / tp], in a layout of its own: packed (``thd``)
-or padded (``bshd``), sequences padded to what tensor and context parallelism divide. verl's own functions put the
-numbers of the positions into that layout, and whatever is known of positions follows them. Columns that Megatron adds
-to make the vocabulary divisible are part of the softmax, as they are for verl.
+The last pipeline stage has the logits of its columns, [b, s, V / tp], in one of verl's two layouts: packed (``thd``) or
+padded (``bshd``), with sequences padded to a length that tensor and context parallelism divide. To find which position
+stands where, verl's own functions lay out the numbers of the positions. Columns that Megatron adds to make the
+vocabulary divisible are part of the softmax, as they are in verl.
 """
 
 from __future__ import annotations
@@ -37,28 +37,27 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
     """Megatron, with tensor, pipeline and static context parallelism."""
 
     _at: Tensor
-    """[b, s] which position of the micro-batch stands where in the layout of its logits; the last one in padding."""
+    """[b, s] position of the micro-batch at each place of the logits; the last position in padding."""
     _vocab_size: int
-    """V, with the columns Megatron adds."""
+    """V, including the columns that Megatron adds."""
 
-    def __init__(self, model_config: Any, engine_config: Any, *rest: Any, **named: Any) -> None:
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         if engine_config.dynamic_context_parallel:
             raise InputError(
-                "actor.megatron.dynamic_context_parallel=True",
-                "a fixed context parallelism: verl's hook for logits does not know of the other",
-                "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False and a context_parallel_size",
+                "megatron.dynamic_context_parallel=True: verl's hook for logits does not support it",
+                "Set actor_rollout_ref.actor.megatron.dynamic_context_parallel=False and context_parallel_size",
             )
-        super().__init__(model_config, engine_config, *rest, **named)
+        super().__init__(model_config, engine_config, *args, **kwargs)
 
     def initialize(self) -> None:
-        """As verl; refuses dropout."""
+        """Initialise as verl does; refuse a model with dropout."""
         super().initialize()
         for name in ("hidden_dropout", "attention_dropout"):
             if getattr(self.tf_config, name) > 0 and not self.engine_config.forward_only:
                 raise InputError(
-                    f"a model with dropout ({name}={getattr(self.tf_config, name)})",
-                    "none: a rollout is scored twice, and KL > 0 before the first update would be noise",
-                    f"actor_rollout_ref.actor.megatron.override_transformer_config.{name}=0.0",
+                    f"the model has dropout ({name}={getattr(self.tf_config, name)}), so that two scorings of the "
+                    "same tokens differ by noise",
+                    f"Set actor_rollout_ref.actor.megatron.override_transformer_config.{name}=0.0",
                 )
 
     @property
@@ -77,13 +76,13 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
         data_format: str,
         **flags: Any,
     ) -> dict[str, Tensor]:
-        """As verl, with a hook of ours: when a rollout is scored it records, in an update it constrains."""
+        """As verl, with a hook that records the old policy when scoring and projects when updating."""
         if self._records or isinstance(logits_processor_func, TrustRegionLoss):
             self._at = self._layout(batch, data_format)
             positions = Positions.of(batch)
             other = (label.flatten() != self._local(positions.sampled)) & self._local(positions.counted)
             run_checks([DeferredCheck(other.any(), _refuse_layout)])
-            logits_processor_func = self._record if self._records else partial(self._constrain, logits_processor_func)
+            logits_processor_func = self._record if self._records else partial(self._project, logits_processor_func)
             flags["distillation_use_topk"] = True
         output: dict[str, Tensor] = super()._lm_head_logits_processor(
             logits,
@@ -97,7 +96,7 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
         return output
 
     def prepare_model_outputs(self, output: dict[str, Tensor], data: Any) -> dict[str, Tensor]:
-        """As verl; when a rollout is scored, also the old policy."""
+        """verl's outputs; when a rollout is scored, also the old policy."""
         outputs: dict[str, Tensor] = super().prepare_model_outputs(output, data)
         if self._records:
             ids, log_probs, log_tail = (outputs.pop(name).values() for name in _RECORDED)
@@ -106,7 +105,7 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
         return outputs
 
     def _record(self, student_logits: Tensor, data: Any, data_format: str) -> dict[str, Tensor]:
-        """The sparse policy of logits [b, s, V / tp], as tensors [b, s, …] that verl brings back into sequences."""
+        """Logits [b, s, V / tp] → the sparse policy as tensors [b, s, …], which verl turns back into sequences."""
         positions = Positions.of(data)
         policy, _ = sparsify_parallel(
             student_logits.detach().flatten(0, 1),
@@ -120,12 +119,12 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
         tensors = (policy.token_ids, policy.log_probs, policy.log_tail)
         return {name: self._laid_out(x) for name, x in zip(_RECORDED, tensors, strict=True)}
 
-    def _constrain(self, update: TrustRegionLoss, student_logits: Tensor, data: Any, data_format: str) -> dict[str, Tensor]:
-        """An update of logits [b, s, V / tp], as tensors [b, s]."""
-        output = update(student_logits=student_logits.flatten(0, 1).unsqueeze(0), data=data)
+    def _project(self, loss: TrustRegionLoss, student_logits: Tensor, data: Any, data_format: str) -> dict[str, Tensor]:
+        """Logits [b, s, V / tp] → values per position, each [b, s]."""
+        output = loss(student_logits=student_logits.flatten(0, 1).unsqueeze(0), data=data)
         return {name: self._laid_out(x[0]) for name, x in output.items()}
 
-    def _update(self, loss_function: Any) -> TrustRegionLoss:
+    def _trust_region_loss(self, loss_function: Any) -> TrustRegionLoss:
         floor = options_of(loss_function).tail == "floor"
         group = mpu.get_tensor_model_parallel_group()
 
@@ -140,7 +139,7 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
         return TrustRegionLoss(loss_function, self._max_support, score, self._local)
 
     def _local(self, values: Tensor) -> Tensor:
-        """Values of all positions [T, …] → of those whose logits this process has, [b · s, …]."""
+        """Values of all positions [T, …] → of the positions whose logits this process has, [b · s, …]."""
         return values[self._at.flatten()]
 
     def _laid_out(self, values: Tensor) -> Tensor:
@@ -163,13 +162,12 @@ class TrollMegatronEngine(TrustRegion, MegatronEngineWithLMHead):
 
 
 def _over(policy: SparsePolicy, vocab_size: int) -> SparsePolicy:
-    """The same numbers, said to be of so many tokens: a ``TrustRegionLoss`` takes the width of its logits for V."""
+    """The same policy with another ``vocab_size``: ``TrustRegionLoss`` takes the width of its logits for V."""
     return SparsePolicy.trusted(policy.token_ids, policy.log_probs, policy.log_tail, vocab_size, policy.temperature)
 
 
 def _refuse_layout() -> None:
     raise InputError(
-        "logits in another layout than the labels verl gives with them",
-        "the layout of verl 0.9",
-        "verl>=0.9,<0.10, and reporting it",
+        "the logits have another layout than their labels, which does not happen with verl 0.9",
+        "Install verl>=0.9,<0.10, or report this",
     )

@@ -1,9 +1,9 @@
-"""How the old policy travels: one field of bytes per sequence, from verl's scoring pass to its updates.
+"""Transport of the old policy from verl's scoring pass to its updates: one field of bytes per sequence.
 
 A micro-batch of verl is packed: sequences one after another, T tokens in all, prompts included. Position t predicts the
-token at t + 1. What is recorded are the positions whose next token ``loss_mask`` counts, as compressed sparse rows: 62
-bytes with 8 kept tokens, and one byte per sequence. verl stores the field as it stores log-probabilities, so nothing of
-it passes through the driver.
+token at t + 1. Only positions whose next token counts in ``loss_mask`` are recorded, as compressed sparse rows: 62
+bytes with 8 kept tokens, plus one byte per sequence. verl stores the field as it stores log-probabilities, so it does
+not pass through the driver.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from troll.errors import InputError
 from troll.policy import PackedPolicy, SparsePolicy
 
 OLD_POLICY = "troll_old_policy"
-_FORMAT = 1  # of the bytes; also keeps a sequence in which nothing counts from being empty
+_FORMAT = 1  # version of the bytes; also keeps a sequence without counted tokens from being empty
 
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Where in the tokens of a micro-batch its completions are predicted."""
+    """The positions of a micro-batch that predict the tokens of its completions."""
 
     counted: Tensor
     """[T] bool, positions whose next token counts."""
     sampled: Tensor
     """[T] ids of the next tokens."""
     per_sequence: list[int]
-    """How many positions of each sequence count."""
+    """Number of counted positions of each sequence."""
 
     @classmethod
     def of(cls, data: Any) -> Positions:
@@ -38,9 +38,8 @@ class Positions:
         input_ids, prompts, mask = data["input_ids"], data["prompts"], data["loss_mask"]
         if not all(x.is_nested for x in (input_ids, prompts, mask)):
             raise InputError(
-                "a micro-batch with padded prompts or masks",
-                "jagged tensors, as verl's V1 trainer has",
-                "trainer.use_v1=True, the default",
+                "the micro-batch has padded prompts or masks, not the jagged tensors of verl's V1 trainer",
+                "Set trainer.use_v1=True, the default",
             )
         ids = input_ids.values()
         ends = mask.offsets()
@@ -79,27 +78,26 @@ def write(policy: SparsePolicy, positions: Positions) -> Tensor:
 
 
 def read(data: Any, positions: Positions, slots: int, vocab_size: int) -> SparsePolicy:
-    """The field of a micro-batch → the old policy over all T positions, masked out where nothing counts.
+    """The field of a micro-batch → the old policy over all T positions, masked out where they do not count.
 
     Args:
         data: the micro-batch.
         positions: of the same micro-batch.
-        slots: most tokens kept per position (K).
+        slots: K, the most tokens kept per position.
         vocab_size: V.
     """
     field = data.get(OLD_POLICY, None)
     if field is None:
         raise InputError(
-            f"a batch without the field {OLD_POLICY!r}",
-            "the old policy, recorded when verl scored this rollout with the same engine",
-            "trainer.use_v1=True and algorithm.rollout_correction.bypass_mode=False",
+            f"the batch has no field {OLD_POLICY!r}, so the old policy was not recorded when verl scored the rollout",
+            "Set trainer.use_v1=True and algorithm.rollout_correction.bypass_mode=False",
         )
     rows = field.unbind()
     if any(int(row[0]) != _FORMAT for row in rows[:1]) or len(rows) != len(positions.per_sequence):
         raise InputError(
-            f"an old policy for {len(rows)} sequences in format {int(rows[0][0])}",
-            f"{len(positions.per_sequence)} sequences in format {_FORMAT}",
-            "the same version of troll on all machines",
+            f"the old policy has {len(rows)} sequences in format {int(rows[0][0])}, the batch has "
+            f"{len(positions.per_sequence)} sequences and needs format {_FORMAT}",
+            "Install the same version of troll on all machines",
         )
     packed = PackedPolicy.cat(
         [
