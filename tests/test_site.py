@@ -228,7 +228,7 @@ def test_the_task_on_the_page_is_one(tmp_path: Path) -> None:
     assert page == "tasks.md"
     (tmp_path / "reverse.py").write_text(code)
     task = load_task(str(tmp_path / "reverse.py"))
-    assert (len(task.train), len(task.held_out), task.stop) == (12, 4, "\n")
+    assert (len(task.train_dataset), len(task.eval_dataset), task.stop) == (12, 4, "\n")
     (reward,) = task.reward_funcs
     assert reward(prompts=["", ""], completions=[" enots\n", " stone\n"], answer=["enots", "enots"]) == [1.0, 0.0]
 
@@ -238,7 +238,7 @@ def test_the_options_on_the_task_page(options: dict[str, Any]) -> None:
     page = (ROOT / "docs/tasks.md").read_text()
     shown = next(words for words in commands() if "arithmetic" in words and "--task_options" in words)
     assert shown[shown.index("--task_options") + 1 :] == [f"{key}={value}" for key, value in options.items()]
-    assert "* " in "".join(load_task("arithmetic", options=options, train_size=50).train["prompt"])
+    assert "* " in "".join(load_task("arithmetic", options=options, train_size=50).train_dataset["prompt"])
     for name, default in arithmetic.OPTIONS.items():
         assert re.search(rf"^\| `{name}` \| `?{re.escape(str(default))}`? \|", page, re.MULTILINE), name
 
@@ -289,7 +289,7 @@ def test_the_first_run_is_what_the_quick_start_says() -> None:
     updates = run["updates_per_generation"]
     rollouts, completions = run["max_steps"] // updates, run["per_device_train_batch_size"] * updates
     assert f"for {run['max_steps']} updates, {rollouts} rollouts of {completions} completions with {updates}" in page
-    assert f"every {run['eval_steps']} updates, {arithmetic.HELD_OUT_SIZE} problems" in page
+    assert f"every {run['eval_steps']} updates, {arithmetic.EVAL_SIZE} problems" in page
     (rate,) = re.findall(rf"1e-6; ([\de.-]+) for `{DEFAULT_MODEL}`", (ROOT / "docs/settings.md").read_text())
     assert float(rate) == run["learning_rate"]
 

@@ -30,5 +30,5 @@ def reward(completions, answer, **columns):
 rng = random.Random(0)
 numbers = rng.sample(range(1, 100), 99)
 test, rest = numbers[:20], numbers[20:]  # 20 numbers are never trained on
-held_out = [problem(number, rng.sample(rest, 2)) for number in test]
-train = [problem(number, rng.sample([n for n in rest if n != number], 2)) for number in rest for _ in range(4)]
+eval_dataset = [problem(number, rng.sample(rest, 2)) for number in test]
+train_dataset = [problem(number, rng.sample([n for n in rest if n != number], 2)) for number in rest for _ in range(4)]

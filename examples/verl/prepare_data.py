@@ -28,7 +28,7 @@ def main() -> None:
         "--reward", nargs="*", default=[], metavar="FILE.py:FUNCTION", help="in place of the task's own"
     )
     parser.add_argument("--train_size", type=int)
-    parser.add_argument("--held_out_size", type=int)
+    parser.add_argument("--eval_size", type=int)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     settings = RunSettings(
@@ -37,14 +37,16 @@ def main() -> None:
         eval_data=given.eval_data,
         reward=given.reward,
         train_size=given.train_size,
-        held_out_size=given.held_out_size,
+        eval_size=given.eval_size,
     )
     request = request_of(settings, options_of(given.options), given.seed, None)
     task = load_task(**request["task"])
-    if isinstance(task.train[0]["prompt"], str):
+    if isinstance(task.train_dataset[0]["prompt"], str):
         parser.error(f"{given.task} has prompts of plain text, which verl renders as chats: troll train --engine verl")
     write_task(task, request, given.folder)
-    print(f"{task.description}: {len(task.train)} problems, {len(task.held_out)} held out, in {given.folder}")
+    print(
+        f"{task.description}: {len(task.train_dataset)} problems, {len(task.eval_dataset)} held out, in {given.folder}"
+    )
     print("reward.custom_reward_function.path=pkg://troll.lab.verl.reward")
     print("reward.custom_reward_function.name=score")
     print(f"+reward.custom_reward_function.reward_kwargs.task={(given.folder / 'task.json').absolute()}")

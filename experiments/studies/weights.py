@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from troll.lab.models.gguf import convert
+from troll.lab.models.embedded import convert_gguf
 
 
 def repair(model: Any, tokenizer: Any) -> None:
@@ -27,4 +27,4 @@ def repair(model: Any, tokenizer: Any) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]), repair)
+    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]), repair)

@@ -163,7 +163,7 @@ def killed(completions, **columns):
 SHARED = {
     **{"task": "arithmetic", "max_steps": 4, "updates_per_generation": 2, "num_generations": 4},
     **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_completion_length": 4},
-    **{"held_out_size": 4, "eval_steps": 4},
+    **{"eval_size": 4, "eval_steps": 4},
 }
 
 

@@ -45,4 +45,4 @@ problems = {
 }
 rows = list(problems.values())
 rng.shuffle(rows)
-held_out, train = rows[:128], rows[128:]
+eval_dataset, train_dataset = rows[:128], rows[128:]

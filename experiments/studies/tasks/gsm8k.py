@@ -57,5 +57,5 @@ def reward(completions, answer, **columns):
 
 rows = list(filter(short, read("train")))
 examples = [message for row in rows[:SHOTS] for message in turn(row)]
-train = [problem(row) for row in rows[SHOTS:]]
-held_out = [problem(row) for row in filter(short, read("test"))][:256]
+train_dataset = [problem(row) for row in rows[SHOTS:]]
+eval_dataset = [problem(row) for row in filter(short, read("test"))][:256]

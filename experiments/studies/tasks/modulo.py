@@ -22,5 +22,5 @@ rng = random.Random(0)
 pairs = [(a, b) for a in range(10, 100) for b in range(3, 20)]
 rng.shuffle(pairs)
 test, rest = pairs[:256], pairs[256:]
-held_out = [problem(pair, rng.sample(rest, 4)) for pair in test]
-train = [problem(pair, rng.sample(rest, 4)) for pair in rest * 4]
+eval_dataset = [problem(pair, rng.sample(rest, 4)) for pair in test]
+train_dataset = [problem(pair, rng.sample(rest, 4)) for pair in rest * 4]

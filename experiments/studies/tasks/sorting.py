@@ -26,5 +26,5 @@ def reward(completions, answer, **columns):
 rng = random.Random(0)
 test = list(dict.fromkeys(draw(rng) for _ in range(300)))[:256]
 rest = [digits for digits in (draw(rng) for _ in range(10_000)) if digits not in test][:8192]
-held_out = [problem(digits, rng.choice(rest)) for digits in test]
-train = [problem(digits, rng.choice(rest)) for digits in rest]
+eval_dataset = [problem(digits, rng.choice(rest)) for digits in test]
+train_dataset = [problem(digits, rng.choice(rest)) for digits in rest]

@@ -29,4 +29,4 @@ def reward(completions, words, **columns):
 
 rng = random.Random(0)
 choices = list(dict.fromkeys(tuple(rng.sample(WORDS, 5)) for _ in range(4300)))[:4224]
-held_out, train = [problem(words) for words in choices[:128]], [problem(words) for words in choices[128:]]
+eval_dataset, train_dataset = [problem(words) for words in choices[:128]], [problem(words) for words in choices[128:]]

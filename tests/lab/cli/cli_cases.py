@@ -25,7 +25,7 @@ MAX_STEPS, UPDATES, ROWS, EVAL_STEPS, HELD_OUT = 8, 4, 8, 4, 8
 FLAGS = (
     *("--max_steps", str(MAX_STEPS), "--updates_per_generation", str(UPDATES), "--num_generations", "4"),
     *("--per_device_train_batch_size", str(ROWS), "--gradient_accumulation_steps", "1"),
-    *("--held_out_size", str(HELD_OUT), "--eval_steps", str(EVAL_STEPS), "--max_completion_length", "4"),
+    *("--eval_size", str(HELD_OUT), "--eval_steps", str(EVAL_STEPS), "--max_completion_length", "4"),
     *("--learning_rate", "1e-2", "--kl_bound", "0.05", "--write_report", "false"),
 )
 REWARDS = '''\

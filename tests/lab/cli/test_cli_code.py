@@ -32,7 +32,7 @@ def test_two_updates_on_programs_in_the_sandbox(tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in MBPP))
     run = train(
         tmp_path / "runs", "--task", "mbpp", "--data", str(data), "--max_steps", "2", "--updates_per_generation", "2",
-        "--held_out_size", "2", "--eval_steps", "2", "--max_completion_length", "1", "--num_generations", "8",
+        "--eval_size", "2", "--eval_steps", "2", "--max_completion_length", "1", "--num_generations", "8",
         "--per_device_train_batch_size", "16", reward=None,
     )  # fmt: skip
     assert run.about["status"] == "finished"

@@ -27,7 +27,7 @@ def flags(runs: Path, *more: str, reward: str = "spread") -> list[str]:
         *("compare", "--model", str(shared() / "model"), "--runs_dir", str(runs)),
         *("--reward", f"{shared() / 'rewards.py'}:{reward}", "--max_steps", "4", "--updates_per_generation", "2"),
         *("--num_generations", "4", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1"),
-        *("--held_out_size", "8", "--max_completion_length", "4", "--learning_rate", "1e-2", *more),
+        *("--eval_size", "8", "--max_completion_length", "4", "--learning_rate", "1e-2", *more),
     ]
 
 

@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
     "empty data": (_data(""), r"problems.jsonl"),
     "broken data": (_data(_rows(3) + '{"prompt": \n' + _rows(3)), r"problems.jsonl(:|, line )4"),
     "data without prompts": (_data(_rows(2) + '{"question": "?"}\n'), r"problems.jsonl(:|, line )3"),
-    "little data": (_data(_rows(5), "--held_out_size", "1"), r"4 .*rollout|rollout.* 4"),
+    "little data": (_data(_rows(5), "--eval_size", "1"), r"4 .*rollout|rollout.* 4"),
     "no data": (_plain("--task", "data"), r'"data" without data.*--data'),
     "reward that fails": (_plain(reward="fails"), r"the reward fails, which raised RuntimeError: cannot \[31mjudge"),
     "reward of another length": (_plain(reward="short"), r"the reward short, which returned 1 rewards for 8"),

@@ -38,7 +38,7 @@ from troll import __version__
 from troll.lab.cli import main
 from troll.lab.runs import Run
 from troll.lab.tasks import load_task
-from troll.lab.tasks.rewards import find_reward
+from troll.lab.tasks.load import find_reward
 from troll.lab.training.recorder import RecordedTrainer
 
 Runs = Callable[[str], Run]
@@ -212,7 +212,7 @@ def test_samples_say_what_happened_to_every_token(runs: Runs, region: str) -> No
     samples = run.samples()
     metrics = {line["step"]: line for line in run.metrics()}
     reward = find_reward(f"{shared() / 'rewards.py'}:spread")
-    prompts = set(load_task(held_out_size=HELD_OUT).train["prompt"])
+    prompts = set(load_task(eval_size=HELD_OUT).train_dataset["prompt"])
     assert {sample["step"] for sample in samples} == {UPDATES, 2 * UPDATES}
     assert {sample["update"] for sample in samples} == {UPDATES - 1}
     assert len(samples) == 2 * 4
@@ -347,8 +347,8 @@ def test_what_a_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 EVIL = """\
-train = [{"prompt": f"{i} ="} for i in range(64)]
-held_out = [{"prompt": f"{i} = ="} for i in range(8)]
+train_dataset = [{"prompt": f"{i} ="} for i in range(64)]
+eval_dataset = [{"prompt": f"{i} = ="} for i in range(8)]
 description = "a [/x] [bold]task \\x1b]0;title\\x07\\x1b[2J\\n:smile:"
 def reward(completions, **columns):
     return [float(len(text)) for text in completions]
@@ -446,7 +446,7 @@ def test_dry_run_prints_a_config_and_an_estimate(tmp_path: Path, capsys: pytest.
     assert {name: said.get(name) for name in expected} == expected
     assert "dry_run" not in said
     tokenizer = AutoTokenizer.from_pretrained(shared() / "model")
-    lengths = [len(tokenizer(x)["input_ids"]) for x in load_task().train["prompt"][:64]]
+    lengths = [len(tokenizer(x)["input_ids"]) for x in load_task().train_dataset["prompt"][:64]]
     assert f"#   prompts of {sum(lengths) / 64:.0f} tokens" in out
     assert f"{MAX_STEPS} updates" in out
     config = tmp_path / "c.yaml"

@@ -1,4 +1,4 @@
-"""What names of models stand for, and what is said when one cannot be had."""
+"""Model names: embedded models, folders and hub names, and the errors when one cannot be loaded."""
 
 import http.server
 import json
@@ -46,26 +46,26 @@ def test_a_hub_name_passes_through(name: str) -> None:
 @pytest.mark.parametrize("name", ["./nothing", "/no/where", "~/nothing", "a/b/c", "runs/", "a\\b", ""])
 def test_a_path_to_nothing_is_no_hub_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"no folder; .*Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m$") as error:
+    with pytest.raises(InputError, match=r"no model folder .*Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m\.$") as error:
         resolve_model(name)
-    assert repr(name) in error.value.given
+    assert repr(name) in error.value.problem
 
 
 @pytest.mark.parametrize("name", ["two words", "a--b", "owner/-x", "owner/na?me"])
 def test_a_name_no_hub_can_have(name: str) -> None:
-    with pytest.raises(InputError, match="a hub name, owner/name, or an existing folder") as error:
+    with pytest.raises(InputError, match=r"not a valid model name\. Pass an existing folder, a hub name") as error:
         resolve_model(name)
-    assert repr(name) in error.value.given
+    assert repr(name) in error.value.problem
 
 
 def test_a_folder_that_lacks_a_file_is_told_which(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "elsewhere")
-    with pytest.raises(InputError, match=r"mine, which has no model\.safetensors; "):
+    with pytest.raises(InputError, match=r"mine has no model\.safetensors\. "):
         resolve_model(str(folder))
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}))
     (folder / "model-1-of-2.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match=r"has no model-2-of-2\.safetensors; "):
+    with pytest.raises(InputError, match=r"has no model-2-of-2\.safetensors\. "):
         resolve_model(str(folder))
     (folder / "model-2-of-2.safetensors").write_bytes(b"")
     assert resolve_model(str(folder)) == str(folder)
@@ -84,9 +84,9 @@ def test_a_folder_that_is_nearly_right_is_told_what_would_be(folder: Path) -> No
     run = folder.parent / "run"
     run.mkdir()
     folder.rename(run / "model")
-    with pytest.raises(InputError, match=r"try: .*/run/model$"):
+    with pytest.raises(InputError, match=r"Did you mean .*/run/model\?$"):
         resolve_model(str(run))
-    with pytest.raises(InputError, match=r"which is a file.*try: .*/run/model$"):
+    with pytest.raises(InputError, match=r"is a file, not a folder\. Pass its folder, .*/run/model\.$"):
         resolve_model(str(run / "model" / "config.json"))
     adapter = folder.parent / "adapter"
     adapter.mkdir()
@@ -100,7 +100,7 @@ def test_what_cannot_be_loaded_from_a_folder_is_said_in_one_line(folder: Path) -
         (folder / "model.safetensors").write_bytes(b"not weights")
         if load is load_config:
             (folder / "config.json").write_text("{}")
-        with pytest.raises(InputError, match=r"mine', which cannot be loaded \(.+\); .*smollm2-135m$") as error:
+        with pytest.raises(InputError, match=r"Cannot load the model '.*mine': .+ such as smollm2-135m\.$") as error:
             load(str(folder))
         assert "\n" not in str(error.value)
 
@@ -165,12 +165,12 @@ def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
     answers = said(["nobody/missing", "nobody/gated", "nobody/forbidden"], tmp_path, HF_ENDPOINT=hub)
     assert all("\n" not in message for messages in answers.values() for message in messages)
     (missing,) = answers["nobody/missing"]
-    assert "'nobody/missing', which is neither a folder here nor a public model" in missing
-    assert missing.endswith("or smollm2-135m")
+    assert "'nobody/missing' is neither a local folder nor a public model" in missing
+    assert missing.endswith("or use smollm2-135m.")
     (gated,) = answers["nobody/gated"]
-    assert "'nobody/gated', which is open only to those who accepted its terms" in gated
+    assert "'nobody/gated' is gated" in gated
     for forbidden in answers["nobody/forbidden"]:
-        assert "'nobody/forbidden', which the Hugging Face hub does not give out (" in forbidden
+        assert "The Hugging Face hub refused the model 'nobody/forbidden': " in forbidden
         assert "hf auth login" in forbidden
 
 

@@ -18,7 +18,7 @@ def problem(prompt: str) -> tuple[str, frozenset[int] | tuple[int, ...]]:
 def test_prompts_are_right_sums():
     task = load_task("arithmetic", options={"digits": 2, "operations": "+-*", "shots": 4}, train_size=300)
     signs = set()
-    for row in task.train:
+    for row in task.train_dataset:
         *examples, asked = row["prompt"].split("\n")
         assert len(examples) == 4
         assert len({*examples}) == 4
@@ -33,10 +33,10 @@ def test_prompts_are_right_sums():
 
 @pytest.mark.parametrize("options", [{}, {"digits": 2}, {"operations": "*", "shots": 0}])
 def test_held_out_problems_are_not_trained_on_nor_shown(options):
-    train = {problem(p) for seed in range(3) for p in load_task(options=options, seed=seed).train["prompt"]}
+    train = {problem(p) for seed in range(3) for p in load_task(options=options, seed=seed).train_dataset["prompt"]}
     task = load_task(options=options)
-    held_out = {problem(p) for p in task.held_out["prompt"]}
-    shown = {problem(line.split("=")[0] + "=") for p in task.held_out["prompt"] for line in p.split("\n")[:-1]}
+    held_out = {problem(p) for p in task.eval_dataset["prompt"]}
+    shown = {problem(line.split("=")[0] + "=") for p in task.eval_dataset["prompt"] for line in p.split("\n")[:-1]}
     assert len(held_out) >= 10
     assert not held_out & train
     assert not held_out & shown
@@ -44,14 +44,14 @@ def test_held_out_problems_are_not_trained_on_nor_shown(options):
 
 def test_only_the_training_set_depends_on_the_seed():
     one, two, again = load_task(seed=1), load_task(seed=2), load_task(seed=1, train_size=10)
-    assert one.train["prompt"] != two.train["prompt"]
-    assert one.train["prompt"][:10] == again.train["prompt"][:]
-    assert one.held_out.to_list() == two.held_out.to_list() == again.held_out.to_list()
+    assert one.train_dataset["prompt"] != two.train_dataset["prompt"]
+    assert one.train_dataset["prompt"][:10] == again.train_dataset["prompt"][:]
+    assert one.eval_dataset.to_list() == two.eval_dataset.to_list() == again.eval_dataset.to_list()
 
 
 def test_sizes():
-    task = load_task(train_size=7, held_out_size=3)
-    assert (len(task.train), len(task.held_out)) == (7, 3)
+    task = load_task(train_size=7, eval_size=3)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (7, 3)
 
 
 @pytest.mark.parametrize(
@@ -71,26 +71,26 @@ def test_reward_is_for_exactly_the_answer(completion, reward):
 def test_what_the_task_asks_of_generation():
     task = load_task(options={"digits": 3, "operations": "*"})
     assert task.stop == "\n"
-    assert max(map(len, task.train["answer"])) + 2 <= task.settings["max_completion_length"]  # space, newline
+    assert max(map(len, task.train_dataset["answer"])) + 2 <= task.settings["max_completion_length"]  # space, newline
 
 
 def test_options_come_as_strings_too():
-    assert load_task(options={"digits": "2"}).train[:] == load_task(options={"digits": 2}).train[:]
+    assert load_task(options={"digits": "2"}).train_dataset[:] == load_task(options={"digits": 2}).train_dataset[:]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"options": {"digit": 2}}, "digit=2 of arithmetic; expected: digits=1, operations='\\+-', shots=1"),
-        ({"options": {"digits": "two"}}, "digits='two' of arithmetic; expected: int, e.g. 1"),
-        ({"options": {"digits": 1.5}}, "expected: int"),
-        ({"options": {"digits": True}}, "expected: int"),
-        ({"options": {"digits": 0}}, "digits=0; expected: 1 to 12"),
-        ({"options": {"operations": "+/"}}, "operations='\\+/'; expected: some of \\+ - \\*"),
-        ({"options": {"shots": -1}}, "shots=-1"),
-        ({"data": "x.jsonl"}, 'makes its own problems; try: the task "data"'),
-        ({"train_size": 0}, "train_size=0; expected: a number of problems, at least 1"),
-        ({"name": "aritmetic"}, "'aritmetic'; expected: arithmetic, gym:NAME, .*; try: arithmetic"),
+        ({"options": {"digit": 2}}, "The task arithmetic has no option 'digit'. Did you mean 'digits'?"),
+        ({"options": {"digits": "two"}}, "digits must be of type int, got 'two'. The default is 1"),
+        ({"options": {"digits": 1.5}}, "must be of type int, got 1.5"),
+        ({"options": {"digits": True}}, "must be of type int, got True"),
+        ({"options": {"digits": 0}}, "digits must be 1 to 12, got 0"),
+        ({"options": {"operations": "+/"}}, "operations must be some of \\+ - \\*, got '\\+/'"),
+        ({"options": {"shots": -1}}, "shots must be 0 to 16 worked examples, got -1"),
+        ({"data": "x.jsonl"}, "generates its problems and takes no data, got 'x.jsonl'. Use --task data"),
+        ({"train_size": 0}, "train_size must be at least 1, got 0"),
+        ({"name": "aritmetic"}, "There is no task 'aritmetic'. Did you mean 'arithmetic'?"),
         ({"name": "FILE.py"}, "'FILE.py'"),
         ({"name": "gym:NAME"}, "'gym:NAME'"),
     ],

@@ -1,4 +1,4 @@
-"""Problems in files and on the hub: what is read, how it is split, and what is said about data that cannot be used."""
+"""Problems in files and on the hub: reading, the split, and the errors for unusable data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from troll.errors import InputError
 from troll.lab.tasks import load_task
-from troll.lab.tasks.records import read
+from troll.lab.tasks.data import read
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n)} for n in range(20)]
 EXACT = ["troll.lab.tasks:exact_match"]
@@ -44,8 +44,8 @@ def file(tmp_path):
 @pytest.mark.parametrize("name", ["my.jsonl", "my.json", "my.csv", "my.parquet", "MY.JSONL"])
 def test_every_kind_of_file_has_the_same_problems(file, name):
     task = load_task("data", data=file(ROWS, name), reward=EXACT)
-    assert len(task.held_out) == 2
-    everything = task.train.to_list() + task.held_out.to_list()
+    assert len(task.eval_dataset) == 2
+    everything = task.train_dataset.to_list() + task.eval_dataset.to_list()
     assert sorted(everything, key=lambda row: int(row["answer"])) == ROWS
 
 
@@ -63,76 +63,76 @@ def test_odd_but_right_files(file):
     )
     records = read(file(text.encode()))
     assert [record.row["prompt"] for record in records] == ["a\u2028b ü", "say 0"]
-    assert records[1].place.endswith("my.jsonl, line 4")
+    assert records[1].origin.endswith("my.jsonl, line 4")
     [record] = read(file('prompt,answer\n"a, ""b""\nc",1\n', "my.csv"))
     assert record.row == {"prompt": 'a, "b"\nc', "answer": "1"}
 
 
 def test_chat_prompts_and_further_columns_are_kept(file):
     rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "style": n, "difficulty": n / 2} for n in range(4)]
-    task = load_task("data", data=file(rows), reward=EXACT, held_out_size=1)
-    kept = task.train.to_list() + task.held_out.to_list()
+    task = load_task("data", data=file(rows), reward=EXACT, eval_size=1)
+    kept = task.train_dataset.to_list() + task.eval_dataset.to_list()
     assert sorted(kept, key=lambda row: row["style"]) == rows
 
 
 def test_the_held_out_problems_depend_on_neither_seed_nor_order(file):
-    one = load_task("data", data=file(ROWS), reward=EXACT, held_out_size=5, train_size=6, seed=0)
-    two = load_task("data", data=file(ROWS[::-1]), reward=EXACT, held_out_size=5, train_size=6, seed=1)
-    assert one.held_out.to_list() == two.held_out.to_list()
-    assert one.train.to_list() != two.train.to_list()
-    assert len(one.train) == 6
+    one = load_task("data", data=file(ROWS), reward=EXACT, eval_size=5, train_size=6, seed=0)
+    two = load_task("data", data=file(ROWS[::-1]), reward=EXACT, eval_size=5, train_size=6, seed=1)
+    assert one.eval_dataset.to_list() == two.eval_dataset.to_list()
+    assert one.train_dataset.to_list() != two.train_dataset.to_list()
+    assert len(one.train_dataset) == 6
 
 
 def test_no_problem_is_on_both_sides(file):
-    task = load_task("data", data=file(ROWS * 3), reward=EXACT, held_out_size=5)
-    assert len(task.held_out) == 5
-    assert len(set(task.held_out["prompt"])) == 5
-    assert len(task.train) == 45
-    assert not set(task.train["prompt"]) & set(task.held_out["prompt"])
+    task = load_task("data", data=file(ROWS * 3), reward=EXACT, eval_size=5)
+    assert len(task.eval_dataset) == 5
+    assert len(set(task.eval_dataset["prompt"])) == 5
+    assert len(task.train_dataset) == 45
+    assert not set(task.train_dataset["prompt"]) & set(task.eval_dataset["prompt"])
     other = file(ROWS[:3], "test.jsonl")
     task = load_task("data", data=file(ROWS), eval_data=other, reward=EXACT)
-    assert task.held_out.to_list() == ROWS[:3]
-    assert task.train.to_list() == ROWS[3:]
+    assert task.eval_dataset.to_list() == ROWS[:3]
+    assert task.train_dataset.to_list() == ROWS[3:]
 
 
 @pytest.mark.parametrize(
     ("content", "name", "says"),
     [
-        ('{"prompt": "a"}\n\n{"prompt": "b"\n', "my.jsonl", "my.jsonl, line 3: Expecting ',' delimiter"),
-        ('{"prompt": "a"}\n[1]\n', "my.jsonl", "my.jsonl, line 2: a list; expected: an object with named fields"),
+        ('{"prompt": "a"}\n\n{"prompt": "b"\n', "my.jsonl", "my.jsonl, line 3: invalid JSON: Expecting ',' delimiter"),
+        ('{"prompt": "a"}\n[1]\n', "my.jsonl", "my.jsonl, line 2: expected an object with fields, got a list"),
         (
             '{"prompt": "a"}\n{"question": "b"}\n',
             "my.jsonl",
-            "my.jsonl, line 2: question; expected: the field 'prompt'",
+            "line 2 has no field 'prompt'; its fields are: question. Rename .* to 'prompt', or leave out 1 of 2",
         ),
         (
             '{"prompt": "a"}\n{"prompt": 3}\n',
             "my.jsonl",
-            "line 2: prompt=3; expected: the field 'prompt', text or a list",
+            "line 2: prompt must be text or a list, got 3",
         ),
-        ('{"prompt": "a"}\n{"prompt": null}\n', "my.jsonl", "line 2: prompt=None"),
+        ('{"prompt": "a"}\n{"prompt": null}\n', "my.jsonl", "line 2: prompt must be text or a list, got None"),
         ('{"prompt": "a"}\n{"prompt": "  "}\n', "my.jsonl", "line 2: prompt is empty"),
         (
             '{"prompt": ["a"]}\n',
             "my.jsonl",
-            "line 1: prompt has 'a'; expected: text, or messages with role and content",
+            "line 1: the prompt contains 'a', which is not a chat message",
         ),
-        ("", "my.jsonl", "my.jsonl, which is empty"),
-        ("[]", "my.json", "my.json, which is empty"),
+        ("", "my.jsonl", "my.jsonl is empty"),
+        ("[]", "my.json", "my.json is empty"),
         ("[\n{}\n,]", "my.json", "my.json, line 3: "),
-        ('{"prompt": "a"}', "my.json", "my.json: a dict; expected: a list of objects"),
-        ('[{"prompt": "a"}, 7]', "my.json", "my.json, record 2: a int"),
-        ("prompt,answer\na,1\nb\n", "my.csv", "my.csv, line 3, which has another number of fields"),
-        ("prompt,answer\na,1,2\n", "my.csv", "my.csv, line 2, which has another number of fields"),
-        ('prompt,answer\na,"1\n', "my.csv", "my.csv, line 2: unexpected end of data"),
-        (b"\xff\xfe\x00", "my.jsonl", "my.jsonl, which cannot be read .*expected: UTF-8 text"),
-        (b"PAR1 not", "my.parquet", "my.parquet, which cannot be read .*expected: a parquet file"),
-        ("prompt", "my.txt", "my.txt; expected: a file that ends in .jsonl, .json, .parquet, .csv"),
-        (ROWS[:1], "my.jsonl", "held_out_size=1; .*my.jsonl has 1 different problems"),
+        ('{"prompt": "a"}', "my.json", "my.json: expected a list of objects, got a dict"),
+        ('[{"prompt": "a"}, 7]', "my.json", "my.json, record 2: expected an object with fields, got a int"),
+        ("prompt,answer\na,1\nb\n", "my.csv", "my.csv, line 3 does not have 2 fields like the header"),
+        ("prompt,answer\na,1,2\n", "my.csv", "my.csv, line 2 does not have 2 fields like the header"),
+        ('prompt,answer\na,"1\n', "my.csv", "my.csv, line 2: invalid CSV: unexpected end of data"),
+        (b"\xff\xfe\x00", "my.jsonl", "Cannot read .*my.jsonl as text: .* Convert the file to UTF-8"),
+        (b"PAR1 not", "my.parquet", "Cannot read .*my.parquet as parquet"),
+        ("prompt", "my.txt", "my.txt: its name ends in none of .jsonl, .json, .parquet, .csv"),
+        (ROWS[:1], "my.jsonl", "eval_size=1 leaves nothing to train on: .*my.jsonl has 1 different problems"),
         (
             [{"prompt": "a", "x": 1}, {"prompt": "b", "x": "y"}, {"prompt": "c", "x": 2}],
             "my.jsonl",
-            "one type in each column",
+            "a column has values of different types .* Use one type in each column",
         ),
     ],
 )
@@ -144,14 +144,17 @@ def test_data_that_cannot_be_used_is_said(file, content, name, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"held_out_size": 20}, "held_out_size=20; .* has 20 different problems; .*try: held_out_size=2"),
-        ({"held_out_size": 5, "train_size": 16}, "train_size=16; .*my.jsonl has 15 problems; .*try: train_size=15"),
-        ({"reward": []}, "without a reward; .*try: --reward"),
-        ({"data": None}, "without data; .*try: --data"),
-        ({"data": "nowhere.jsonl"}, "nowhere.jsonl, which does not exist"),
-        ({"data": "../nowhere"}, "'../nowhere', which does not exist; expected: a file, or owner/name on the hub"),
-        ({"data": "a/b/c"}, "'a/b/c', which does not exist"),
-        ({"options": {"digits": 1}}, "the option digits=1 of data; expected: skip_incomplete=False"),
+        ({"eval_size": 20}, "eval_size=20 leaves nothing .* has 20 different problems. Use eval_size=2"),
+        ({"eval_size": 5, "train_size": 16}, "train_size=16, but .*my.jsonl has only 15 problems. Use train_size=15"),
+        ({"reward": []}, "needs a reward function. Pass --reward"),
+        ({"data": None}, "--task data needs --data"),
+        ({"data": "nowhere.jsonl"}, "The file nowhere.jsonl does not exist"),
+        (
+            {"data": "../nowhere"},
+            "The file ../nowhere does not exist. Pass a file, or a dataset on the hub as owner/name",
+        ),
+        ({"data": "a/b/c"}, "The file a/b/c does not exist"),
+        ({"options": {"digits": 1}}, "The task data has no option 'digits'. The options are skip_incomplete=False"),
     ],
 )
 def test_requests_that_cannot_be_met_are_said(file, arguments, says):
@@ -161,15 +164,17 @@ def test_requests_that_cannot_be_met_are_said(file, arguments, says):
 
 def test_incomplete_records_are_left_out_where_asked(file):
     path = file([*ROWS, {"prompt": ""}, {"answer": "1"}])
-    with pytest.raises(InputError, match=r"line 21: prompt is empty; .*skip_incomplete=true"):
+    with pytest.raises(
+        InputError, match=r"line 21: prompt is empty. .* or leave out 2 of 22 records with .*skip_incomplete=true"
+    ):
         load_task("data", data=path, reward=EXACT)
     task = load_task("data", data=path, reward=EXACT, options={"skip_incomplete": "true"})
-    assert len(task.train) + len(task.held_out) == 20
+    assert len(task.train_dataset) + len(task.eval_dataset) == 20
     with pytest.raises(InputError, match="line 1: prompt is empty"):
         load_task("data", data=file([{"prompt": ""}]), reward=EXACT, options={"skip_incomplete": True})
 
 
-SENTENCE = "the data set 'openai/gsm8k' of the hub, which cannot be loaded .*try: .*--data FILE.jsonl$"
+SENTENCE = "Cannot load the dataset 'openai/gsm8k' from the hub: .* or pass a local file: --data FILE.jsonl.$"
 
 
 def test_offline_the_hub_is_one_sentence(monkeypatch, tmp_path):

@@ -31,7 +31,7 @@ def file(tmp_path):
 
 
 def rows_of(task) -> dict[str, dict]:
-    rows = task.train.to_list() + task.held_out.to_list()
+    rows = task.train_dataset.to_list() + task.eval_dataset.to_list()
     return {row["prompt"][-1]["content"]: row for row in rows}
 
 
@@ -62,27 +62,31 @@ def test_math(file):
 
 def test_what_cannot_be_read_is_said_by_line_and_compared_as_text(file):
     odd = [{"problem": f"Odd {i}?", "answer": answer} for i, answer in enumerate(["5 @ 3", "\\foo{", "#", "@", "@@"])]
-    with pytest.warns(UserWarning, match=r"5 of 8 right answers .*line 4: '5 @ 3'; .*line 5: .*; .*line 6: '#'; …$"):
-        task = load_task("math", data=file(MATH + odd), held_out_size=1)
+    with pytest.warns(
+        UserWarning, match=r"5 of 8 reference answers .*line 4: '5 @ 3'; .*line 5: .*; .*line 6: '#'; …$"
+    ):
+        task = load_task("math", data=file(MATH + odd), eval_size=1)
     replies = [[{"role": "assistant", "content": text}] for text in ("\\boxed{5 @ 3}", "\\boxed{8}", "\\boxed{@}")]
     assert task.reward_funcs[0](completions=replies, answer=["5 @ 3", "5 @ 3", "@"]) == [1.0, 0.0, 1.0]
 
 
 def test_data_without_any_answer_to_read_is_an_error(file):
     rows = [{"problem": f"Odd {i}?", "answer": "@" * (i + 1)} for i in range(3)]
-    with pytest.raises(InputError, match=r"line [123]: the answer '@+', and all others, cannot be read"):
+    with pytest.raises(
+        InputError, match=r"line [123]: the answer '@+' is not a mathematical expression, nor is any other"
+    ):
         load_task("math", data=file(rows))
 
 
 @pytest.mark.parametrize(
     ("name", "row", "says"),
     [
-        ("gsm8k", {"question": "a", "answer": "twelve"}, "line 2: the answer ends in 'twelve'; expected: a number"),
-        ("gsm8k", {"question": "a"}, "line 2: question; expected: the field 'answer' or 'final_answer'"),
-        ("gsm8k", {"question": 3, "answer": "1"}, "line 2: question=3"),
+        ("gsm8k", {"question": "a", "answer": "twelve"}, "line 2: the answer is not a number; it ends in 'twelve'"),
+        ("gsm8k", {"question": "a"}, "line 2 has no field 'answer' or 'final_answer'; its fields are: question"),
+        ("gsm8k", {"question": 3, "answer": "1"}, "line 2: question must be text, got 3"),
         ("math", {"problem": "a", "solution": "so 3"}, "line 2: the solution has no"),
-        ("math", {"problem": "a", "answer": None}, "line 2: answer=None"),
-        ("math", {"problem": "a"}, "line 2: problem; expected: the field 'answer' or 'final_answer' or"),
+        ("math", {"problem": "a", "answer": None}, "line 2: answer must be text or int or float, got None"),
+        ("math", {"problem": "a"}, "line 2 has no field 'answer' or 'final_answer' or"),
     ],
 )
 def test_records_that_cannot_be_used_are_said(file, name, row, says):

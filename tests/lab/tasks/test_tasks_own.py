@@ -16,8 +16,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "tasks"
 WHOLE = """
 '''Copy a letter.'''
 from neighbour import LETTERS
-train = [{"prompt": f"{x}{x}{x}", "answer": x} for x in LETTERS]
-held_out = [{"prompt": "zzz", "answer": "z"}, {"prompt": "aaa", "answer": "a"}]
+train_dataset = [{"prompt": f"{x}{x}{x}", "answer": x} for x in LETTERS]
+eval_dataset = [{"prompt": "zzz", "answer": "z"}, {"prompt": "aaa", "answer": "a"}]
 stop = " "
 settings = {"max_completion_length": 2}
 def reward(completions, answer, **columns):
@@ -44,8 +44,8 @@ def test_a_file_with_three_names_is_a_task(write):
     task = load_task(write(WHOLE))
     assert task.name == "mine"
     assert task.description == "Copy a letter."
-    assert task.train["prompt"][:] == ["bbb", "ccc", "ddd", "eee", "fff"]  # aaa is held out
-    assert task.held_out["answer"][:] == ["z", "a"]
+    assert task.train_dataset["prompt"][:] == ["bbb", "ccc", "ddd", "eee", "fff"]  # aaa is held out
+    assert task.eval_dataset["answer"][:] == ["z", "a"]
     assert (task.stop, task.settings) == (" ", {"max_completion_length": 2})
     assert run(task, ["a", "b"], answer=["a", "a"]) == [1.0, 0.0]
     assert task.answer_of(" x\ny") == "x"
@@ -54,11 +54,11 @@ def test_a_file_with_three_names_is_a_task(write):
 
 def test_sizes_of_a_file(write):
     path = write(WHOLE)
-    chosen = [load_task(path, train_size=2, held_out_size=1, seed=seed) for seed in range(9)]
-    assert {len(task.train) for task in chosen} == {2}
-    assert len({tuple(task.train["prompt"]) for task in chosen}) > 1
-    assert len({tuple(task.held_out["prompt"]) for task in chosen}) == 1
-    with pytest.raises(InputError, match=r"train_size=6; .*mine.py has 5 problems"):
+    chosen = [load_task(path, train_size=2, eval_size=1, seed=seed) for seed in range(9)]
+    assert {len(task.train_dataset) for task in chosen} == {2}
+    assert len({tuple(task.train_dataset["prompt"]) for task in chosen}) > 1
+    assert len({tuple(task.eval_dataset["prompt"]) for task in chosen}) == 1
+    with pytest.raises(InputError, match=r"train_size=6, but .*mine.py has only 5 problems"):
         load_task(path, train_size=6)
 
 
@@ -69,34 +69,37 @@ def test_a_file_with_load(write):
 from datasets import Dataset
 from troll.lab.tasks import Task, first_line
 def load():
-    data = Dataset.from_list(train)
-    return Task("letters", "d", data, Dataset.from_list(held_out), [reward], first_line, stop=end)
+    data = Dataset.from_list(train_dataset)
+    return Task("letters", "d", data, Dataset.from_list(eval_dataset), [reward], first_line, stop=end)
 """
     )
     task = load_task(path, train_size=3)
-    assert (task.name, task.stop, len(task.train), len(task.held_out)) == ("letters", " ", 3, 2)
+    assert (task.name, task.stop, len(task.train_dataset), len(task.eval_dataset)) == ("letters", " ", 3, 2)
     assert run(task, ["q"], answer=["q"]) == [1.0]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("x = 1\ntrain = [", "mine.py, line 2: .*never closed; expected: Python that compiles"),
+        ("x = 1\ntrain_dataset = [", "mine.py, line 2: .*never closed. Correct this line"),
         ("x = 1\n\nimport no_such_module", "mine.py, line 3: ModuleNotFoundError: .*no_such_module"),
         ("def f():\n    return 1 / 0\n\nf()", "mine.py, line 2: ZeroDivisionError"),
         ("raise SystemExit(3)", "mine.py, line 1: SystemExit: 3"),
-        ("train = []", "does not define held_out and reward; expected: train, held_out"),
+        (
+            "train_dataset = []",
+            "does not define eval_dataset and reward. A task file defines train_dataset and eval_dataset",
+        ),
         (WHOLE.replace("reward(", "other("), "does not define reward"),
-        (WHOLE + "reward = 3", "reward=3; expected: a function"),
-        (WHOLE + "train = []", "train is empty"),
-        (WHOLE + "train = {'prompt': 'a'}", "train is a dict; expected: a list"),
-        (WHOLE + "train[1] = 'a'", "train\\[1\\]: a str; expected: an object with named fields"),
-        (WHOLE + "train[1] = {'question': 'a'}", "train\\[1\\]: question; expected: the field 'prompt'"),
-        (WHOLE + "train[2] = {'prompt': 3}", "train\\[2\\]: prompt=3; expected: the field 'prompt', text or a list"),
-        (WHOLE + "train[2] = {'prompt': ' '}", "train\\[2\\]: prompt is empty"),
-        (WHOLE + "train = held_out", "all of which is held out"),
-        (WHOLE + "def load():\n    return 3", "load\\(\\) returned a int; expected: a troll.lab.tasks.Task"),
-        (WHOLE + "def load():\n    return 1 / 0", "load\\(\\) of .*mine.py, line 11: ZeroDivisionError"),
+        (WHOLE + "reward = 3", "reward must be a function or a list of functions, got 3"),
+        (WHOLE + "train_dataset = []", "train_dataset is empty"),
+        (WHOLE + "train_dataset = {'prompt': 'a'}", "train_dataset must be a list of {'prompt': …}, got a dict"),
+        (WHOLE + "train_dataset[1] = 'a'", "train_dataset\\[1\\]: expected an object with fields, got a str"),
+        (WHOLE + "train_dataset[1] = {'question': 'a'}", "train_dataset\\[1\\] has no field 'prompt'"),
+        (WHOLE + "train_dataset[2] = {'prompt': 3}", "train_dataset\\[2\\]: prompt must be text or a list, got 3"),
+        (WHOLE + "train_dataset[2] = {'prompt': ' '}", "train_dataset\\[2\\]: prompt is empty"),
+        (WHOLE + "train_dataset = eval_dataset", "All problems of .* are also held out"),
+        (WHOLE + "def load():\n    return 3", "load\\(\\) returned a int. Return a troll.lab.tasks.Task"),
+        (WHOLE + "def load():\n    return 1 / 0", "load\\(\\) failed in .*mine.py, line 11: ZeroDivisionError"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_said(write, text, says):
@@ -105,19 +108,21 @@ def test_a_file_that_cannot_be_used_is_said(write, text, says):
 
 
 def test_a_file_that_is_not_there():
-    with pytest.raises(InputError, match=r"nowhere\.py, which does not exist"):
+    with pytest.raises(InputError, match=r"The file nowhere\.py does not exist"):
         load_task("nowhere.py")
 
 
 def test_the_example_task():
     task = load_task(str(EXAMPLES / "roman.py"))
     ask = lambda prompt: prompt.split("\n")[-1]  # noqa: E731
-    assert not set(map(ask, task.train["prompt"])) & set(map(ask, task.held_out["prompt"]))
+    assert not set(map(ask, task.train_dataset["prompt"])) & set(map(ask, task.eval_dataset["prompt"]))
     numerals = {
-        int(ask(p).removesuffix(" =")): a for p, a in zip(task.train["prompt"], task.train["answer"], strict=True)
+        int(ask(p).removesuffix(" =")): a
+        for p, a in zip(task.train_dataset["prompt"], task.train_dataset["answer"], strict=True)
     }
     numerals |= {
-        int(ask(p).removesuffix(" =")): a for p, a in zip(task.held_out["prompt"], task.held_out["answer"], strict=True)
+        int(ask(p).removesuffix(" =")): a
+        for p, a in zip(task.eval_dataset["prompt"], task.eval_dataset["answer"], strict=True)
     }
     assert set(numerals) == set(range(1, 100))
     assert [numerals[n] for n in (1, 4, 14, 49, 88, 99)] == ["I", "IV", "XIV", "XLIX", "LXXXVIII", "XCIX"]
@@ -141,12 +146,12 @@ def test_rewards_of_modules_and_files_together(write):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("exact", "the reward 'exact'; expected: module:function or file.py:function"),
-        ("a.b:", "expected: module:function"),
+        ("exact", "The reward 'exact' is not of the form module:function or file.py:function"),
+        ("a.b:", "not of the form module:function"),
         ("no_such_module:f", "No module named 'no_such_module'"),
-        ("troll.lab.tasks:nothing", "troll.lab.tasks has nothing of that name"),
-        ("troll.lab.tasks:__all__", "troll.lab.tasks has a list of that name; expected: a function"),
-        ("nowhere.py:f", "nowhere.py, which does not exist"),
+        ("troll.lab.tasks:nothing", "troll.lab.tasks defines no function 'nothing'"),
+        ("troll.lab.tasks:__all__", "The reward 'troll.lab.tasks:__all__' is a list, not a function"),
+        ("nowhere.py:f", "The file nowhere.py does not exist"),
     ],
 )
 def test_a_reward_that_is_not_found_is_said(name, says):
@@ -187,7 +192,7 @@ def test_a_reward_that_fails_only_on_all_together(reward):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return [1.0]", "returned 1 rewards for 2 completions; expected: a list of 2 numbers"),
+        ("return [1.0]", "returned 1 rewards for 2 completions, expected a list of 2 numbers"),
         ("return None", "the reward mine, which returned a NoneType"),
         ("return [1.0, 'good']", "returned 'good' for the completion 'b'"),
         ("return [float('nan'), 1]", "returned nan for the completion 'a'"),
@@ -212,7 +217,7 @@ def test_an_object_that_can_be_called_is_a_reward_too(write):
     task = load_task("arithmetic", reward=[f"{path}:half"])
     assert run(task, ["a"]) == [0.5]
     assert task.reward_funcs[0].__name__ == "Half"
-    with pytest.raises(InputError, match=r"the reward Half, a type; expected: a function"):
+    with pytest.raises(InputError, match=r"the reward Half, a type, expected a function"):
         load_task("arithmetic", reward=[f"{path}:Half"])
 
 

@@ -34,7 +34,7 @@ def task(reward, prompts=("1 =", "22 =", "333 ="), stop=None, answer_of=first_li
 
 def run(tiny, of: Task, samples=4, length=3, advance=lambda _: None, **more) -> Scores:
     how = Sampling(samples=samples, max_completion_length=length, **more)
-    return evaluate(*tiny, of, of.held_out, how, advance)
+    return evaluate(*tiny, of, of.eval_dataset, how, advance)
 
 
 def recorder():
@@ -247,7 +247,7 @@ def test_samplings_that_cannot_be(given, said):
 
 
 def test_the_arithmetic_task(tiny):
-    scores = run(tiny, load_task("arithmetic", held_out_size=5), samples=2, length=6)
+    scores = run(tiny, load_task("arithmetic", eval_size=5), samples=2, length=6)
     assert len(scores.right) == 5
     assert scores.difficulty is not None
     assert set(scores.difficulty) <= {1.0, 2.0}

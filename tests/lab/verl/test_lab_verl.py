@@ -614,7 +614,7 @@ def test_plain_prompts_reach_the_model_as_in_TRL(tmp_path: Path):
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
-    task = load_task("arithmetic", train_size=6, held_out_size=4)
+    task = load_task("arithmetic", train_size=6, eval_size=4)
     write_task(task, {}, tmp_path)
     plain = tiny_models.tokenizer()
     begins = tiny_models.tokenizer()
@@ -623,7 +623,7 @@ def test_plain_prompts_reach_the_model_as_in_TRL(tmp_path: Path):
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", begins.convert_tokens_to_ids("<|im_start|>"))]
     )
     for tokenizer in (plain, begins):
-        expected = [tokenizer(text=row["prompt"])["input_ids"] for row in task.train]
+        expected = [tokenizer(text=row["prompt"])["input_ids"] for row in task.train_dataset]
         template = plain_template(task, tokenizer)
         tokenizer.chat_template = template
         config = OmegaConf.create({"max_prompt_length": 64, "filter_overlong_prompts": False})
@@ -633,9 +633,9 @@ def test_plain_prompts_reach_the_model_as_in_TRL(tmp_path: Path):
             ContinuousTokenBuilder(tokenizer).build_initial_tokens(read[i]["raw_prompt"]) for i in range(len(read))
         ]
         assert tokens == expected
-        held_out = [len(tokenizer(text=row["prompt"])["input_ids"]) for row in task.held_out]
+        held_out = [len(tokenizer(text=row["prompt"])["input_ids"]) for row in task.eval_dataset]
         assert longest_prompt(task, tokenizer, template, {}) == max(*map(len, expected), *held_out)
-    assert len(expected[0]) == 1 + len(plain(text=task.train[0]["prompt"])["input_ids"])
+    assert len(expected[0]) == 1 + len(plain(text=task.train_dataset[0]["prompt"])["input_ids"])
 
 
 def test_parquet_keeps_every_column_and_its_type(tmp_path: Path):
@@ -654,10 +654,10 @@ def test_parquet_keeps_every_column_and_its_type(tmp_path: Path):
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "r.py").write_text("def one(completions, **_): return [1.0] * len(completions)\n")
-    task = load_task("data", data=str(file), reward=[f"{tmp_path / 'r.py'}:one"], held_out_size=2)
+    task = load_task("data", data=str(file), reward=[f"{tmp_path / 'r.py'}:one"], eval_size=2)
     write_task(task, {"task": {}}, tmp_path)
     config = OmegaConf.create({"filter_overlong_prompts": False, "cache_dir": str(tmp_path / "cache")})
-    for name, data in (("train", task.train), ("held_out", task.held_out)):
+    for name, data in (("train", task.train_dataset), ("held_out", task.eval_dataset)):
         read = RLHFDataset(str(tmp_path / f"{name}.parquet"), None, config)
         assert len(read) == len(data)
         for i, row in enumerate(data):
@@ -672,7 +672,9 @@ def test_parquet_keeps_every_column_and_its_type(tmp_path: Path):
 def test_a_chat_task_needs_a_chat_template(tmp_path: Path):
     task = chat_task(tmp_path)
     tokenizer = tiny_models.tokenizer()
-    rendered = tokenizer.apply_chat_template(task.held_out[0]["prompt"], add_generation_prompt=True, return_dict=True)
+    rendered = tokenizer.apply_chat_template(
+        task.eval_dataset[0]["prompt"], add_generation_prompt=True, return_dict=True
+    )
     assert longest_prompt(task, tokenizer, None, {}) == len(rendered["input_ids"])  # longer than those to train on
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="chat template"):
@@ -682,7 +684,7 @@ def test_a_chat_task_needs_a_chat_template(tmp_path: Path):
 def test_what_cannot_be_written_is_refused(tmp_path: Path):
     from datasets import Dataset
 
-    good = load_task("arithmetic", train_size=2, held_out_size=2)
+    good = load_task("arithmetic", train_size=2, eval_size=2)
     parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
     for rows, words in (
         ([{"prompt": parts}], "text alone"),
@@ -708,7 +710,7 @@ def test_paths_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "options": {"a": 1},
             "reward": [f"{tmp_path / 'r.py'}:f", "math:sqrt"],
             "train_size": None,
-            "held_out_size": None,
+            "eval_size": None,
             "seed": 3,
         },
         "weights": [1.0, 2.0],
@@ -720,8 +722,10 @@ def test_paths_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 REWARDS = '''\
 """Counting."""
-train = [{"prompt": [{"role": "user", "content": f"say {i}"}], "answer": i, "tags": [str(i), None]} for i in range(12)]
-held_out = [{"prompt": [{"role": "user", "content": "say 99, please"}], "answer": 99, "tags": []}]
+train_dataset = [
+    {"prompt": [{"role": "user", "content": f"say {i}"}], "answer": i, "tags": [str(i), None]} for i in range(12)
+]
+eval_dataset = [{"prompt": [{"role": "user", "content": "say 99, please"}], "answer": 99, "tags": []}]
 
 def length(prompts, completions, answer, tags, **_):
     assert all(c[0]["role"] == "assistant" for c in completions)
@@ -757,10 +761,10 @@ def test_rewards_are_those_of_TRL(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     settings = RunSettings(task=str(tmp_path / "counting.py"))
     write_task(task, request_of(settings, {}, 0, weights), tmp_path)
     texts = ["", "aeiou", "quick", "x" * 40, "b\nc"]
-    rows = [task.train[i] for i in range(len(texts))]
+    rows = [task.train_dataset[i] for i in range(len(texts))]
     model, tokenizer = tiny_models.build("dense")
     args = TROLLConfig(str(tmp_path / "out"), reward_weights=weights, use_cpu=True, bf16=False, report_to="none")
-    trainer = TROLLTrainer(model, task.reward_funcs, args, train_dataset=task.train, processing_class=tokenizer)
+    trainer = TROLLTrainer(model, task.reward_funcs, args, train_dataset=task.train_dataset, processing_class=tokenizer)
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     prompts = [row["prompt"] for row in rows]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -783,10 +787,10 @@ def test_rewards_are_those_of_TRL(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_rewards_of_built_in_tasks(tmp_path: Path, name: str, options: dict[str, Any], texts: Any):
-    settings = RunSettings(task=name, train_size=4, held_out_size=2)
-    task = load_task(name, options=options, train_size=4, held_out_size=2, seed=5)
+    settings = RunSettings(task=name, train_size=4, eval_size=2)
+    task = load_task(name, options=options, train_size=4, eval_size=2, seed=5)
     write_task(task, request_of(settings, options, 5, None), tmp_path)
-    for row in task.train:
+    for row in task.train_dataset:
         tried = texts(row)
         chat = not isinstance(row["prompt"], str)
         completions = [[{"role": "assistant", "content": x}] for x in tried] if chat else tried
@@ -804,7 +808,7 @@ def test_programs_are_run_in_the_sandbox(tmp_path: Path):
     settings = RunSettings(task="code", data=str(tmp_path / "p.jsonl"))
     task = load_task("code", data=str(tmp_path / "p.jsonl"))
     write_task(task, request_of(settings, {}, 0, None), tmp_path)
-    row = task.train[0]
+    row = task.train_dataset[0]
     number = int(row["prompt"][-1]["content"].split()[1].split(".")[0].split("\n")[0])
     right, wrong = f"```python\ndef f(x): return x + {number}\n```", "def f(x): return None"
     assert [x["score"] for x in scored(tmp_path, [row] * 2, [right, wrong])] == [1.0, 0.0]
@@ -812,19 +816,19 @@ def test_programs_are_run_in_the_sandbox(tmp_path: Path):
 
 def test_no_reward_is_an_error(tmp_path: Path):
     (tmp_path / "t.py").write_text(
-        "train = held_out = [{'prompt': str(i)} for i in range(4)]\n"
-        "held_out = [{'prompt': 'x'}]\n"
+        "train_dataset = [{'prompt': str(i)} for i in range(4)]\n"
+        "eval_dataset = [{'prompt': 'x'}]\n"
         "def reward(completions, **_): return [None] * len(completions)\n"
     )
     task = load_task(str(tmp_path / "t.py"))
     write_task(task, request_of(RunSettings(task=str(tmp_path / "t.py")), {}, 0, None), tmp_path)
     with pytest.raises(PoolError, match="reward returned None"):
-        scored(tmp_path, [task.train[0]], ["a"])
+        scored(tmp_path, [task.train_dataset[0]], ["a"])
 
 
 def test_a_task_is_loaded_once_whatever_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    task = load_task("arithmetic", train_size=4, held_out_size=2)
-    write_task(task, request_of(RunSettings(train_size=4, held_out_size=2), {}, 0, None), tmp_path)
+    task = load_task("arithmetic", train_size=4, eval_size=2)
+    write_task(task, request_of(RunSettings(train_size=4, eval_size=2), {}, 0, None), tmp_path)
     loaded, barrier = [], threading.Barrier(8)
 
     def slowly(**asked: Any) -> Any:
@@ -833,7 +837,7 @@ def test_a_task_is_loaded_once_whatever_the_threads(tmp_path: Path, monkeypatch:
         return load_task(**asked)
 
     monkeypatch.setattr(reward, "load_task", slowly)
-    row = task.train[0]
+    row = task.train_dataset[0]
 
     def one(_: int) -> float:
         barrier.wait()
@@ -999,7 +1003,7 @@ def planned(
     """A run whose verl is a few lines of Python."""
     folder = tmp_path / "a run"
     case = setup(*AUTHORS, *argv, folder=folder, environment={LOG: str(launch.next_log(folder))}, **changes)
-    task = load_task("arithmetic", train_size=4, held_out_size=2)
+    task = load_task("arithmetic", train_size=4, eval_size=2)
     plan = Plan(
         folder=folder,
         model="m",

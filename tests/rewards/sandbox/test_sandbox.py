@@ -292,7 +292,7 @@ def test_without_walls_nothing_runs(monkeypatch, tmp_path, fresh):
     assert "without bubblewrap" in why
     assert "landlock, which did not start" in why
     assert "Function not implemented" in why
-    with pytest.raises(SandboxError, match="--dangerously_run_code_unsandboxed") as raised:
+    with pytest.raises(SandboxError, match="--allow_unsandboxed_code") as raised:
         Sandbox([probe])
     assert "apt install bubblewrap" in str(raised.value)
 

@@ -105,7 +105,8 @@ def test_the_code_is_known_by_every_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_reward_is_known_by_its_file(tmp_path: Path) -> None:
     """What it calls may stand beside it."""
-    from troll.lab.tasks.rewards import find_reward, watched
+    from troll.lab.tasks.load import find_reward
+    from troll.lab.tasks.rewards import watched
 
     hashes = []
     for folder, text in (("a", REWARD), ("b", REWARD), ("c", REWARD + "OTHER = 1\n")):

@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
     quiet()
     subject = _model_and_task(options) if folder is None else _trained(folder)
-    problems = _problems(subject.task.held_out, options.problems, folder)
+    problems = _problems(subject.task.eval_dataset, options.problems, folder)
     how = _sampling(options, subject)
     measures = [*(f"pass@{k}" for k in options.k or sorted({1, how.samples})), MAJORITY]
     console = Console()
@@ -115,7 +115,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     how.add_argument("--seed", type=int, default=0, help="of sampling")
     how.add_argument(
-        "--dangerously_run_code_unsandboxed", "--dangerously-run-code-unsandboxed", action="store_true",
+        "--allow_unsandboxed_code", "--allow-unsandboxed-code", action="store_true",
         help="where there is no sandbox, run what the model writes without one",
     )  # fmt: skip
     how.add_argument("--output", metavar="FILE", help="write JSON here; else, with a run, eval.json in its folder")
@@ -165,7 +165,7 @@ def _model_and_task(options: argparse.Namespace) -> _Subject:
     from troll.lab.tasks import load_task
     from troll.rewards.sandbox import allow_unsandboxed
 
-    allow_unsandboxed(options.dangerously_run_code_unsandboxed)
+    allow_unsandboxed(options.allow_unsandboxed_code)
     name = options.task or "arithmetic"
     makes_problems = name == "arithmetic" or name.startswith("gym:")
     load_config(options.model)
@@ -175,7 +175,7 @@ def _model_and_task(options: argparse.Namespace) -> _Subject:
         eval_data=options.eval_data,
         options=options_of(options.task_options or ()),
         reward=options.reward or (),
-        held_out_size=(options.problems or PROBLEMS) if makes_problems else None,
+        eval_size=(options.problems or PROBLEMS) if makes_problems else None,
     )
     return _Subject(task, [(options.model, lambda: _load(options.model))], {})
 
@@ -203,7 +203,7 @@ def _trained(folder: Path) -> _Subject:
         )
     flags = Flags(["--config", str(folder / CONFIG)])
     told = flags.run()
-    allow_unsandboxed(told.dangerously_run_code_unsandboxed)
+    allow_unsandboxed(told.allow_unsandboxed_code)
     task = load_task(
         told.task,
         data=told.data,
@@ -211,7 +211,7 @@ def _trained(folder: Path) -> _Subject:
         options=options_of(told.task_options),
         reward=told.reward,
         train_size=told.train_size,
-        held_out_size=told.held_out_size,
+        eval_size=told.eval_size,
         seed=about["seed"],
     )
     origin = {"revision": "model_revision", "trust_remote_code": "trust_remote_code"}

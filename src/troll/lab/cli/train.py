@@ -178,7 +178,7 @@ def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: s
     from troll.lab.training.run import Plan
     from troll.rewards.sandbox import allow_unsandboxed
 
-    allow_unsandboxed(settings.dangerously_run_code_unsandboxed)
+    allow_unsandboxed(settings.allow_unsandboxed_code)
     seed = flags.value("seed", defaults(settings.model, {}, has_gpu())["seed"])
     task = load_task(
         settings.task,
@@ -187,7 +187,7 @@ def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: s
         options=options_of(settings.task_options),
         reward=settings.reward,
         train_size=settings.train_size,
-        held_out_size=settings.held_out_size,
+        eval_size=settings.eval_size,
         seed=seed,
     )
     usual = defaults(settings.model, dict(task.settings), has_gpu(), settings.engine)
@@ -257,10 +257,12 @@ def needs(plan: Any) -> Any:
     return estimate(
         args,
         plan.model_path,
-        _prompt_tokens(task.train["prompt"][:_MEASURED_PROMPTS], load_tokenizer(plan.model_path, **plan.origin)),
+        _prompt_tokens(
+            task.train_dataset["prompt"][:_MEASURED_PROMPTS], load_tokenizer(plan.model_path, **plan.origin)
+        ),
         args.device,
-        prompts=len(task.train),
-        held_out=len(task.held_out),
+        prompts=len(task.train_dataset),
+        held_out=len(task.eval_dataset),
         peft_config=get_peft_config(plan.model_config),
     )
 

@@ -74,7 +74,7 @@ def setup_of(flags: Flags, settings: RunSettings, plan: Any) -> tuple[Any, dict[
     tokenizer = load_tokenizer(plan.model_path, **plan.origin)
     template = plain_template(plan.task, tokenizer)
     environment = {FILE_LOGGER: str(next_log(plan.folder))}
-    if settings.dangerously_run_code_unsandboxed:
+    if settings.allow_unsandboxed_code:
         environment[DANGER] = "1"
     setup = Setup(
         run=settings,
@@ -83,7 +83,7 @@ def setup_of(flags: Flags, settings: RunSettings, plan: Any) -> tuple[Any, dict[
         said=frozenset(flags.said),
         folder=plan.folder,
         model_path=plan.model_path,
-        prompts=len(plan.task.train),
+        prompts=len(plan.task.train_dataset),
         prompt_tokens=longest_prompt(plan.task, tokenizer, template, plan.args.chat_template_kwargs or {}),
         gpus=settings.gpus_per_node or _gpus(),
         chat_template=template,

@@ -1,22 +1,26 @@
-"""Loading by name with transformers; what goes wrong becomes one sentence."""
+"""Loading models by name: an embedded model, a local folder, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from troll.errors import InputError
-from troll.lab.models.embedded import embedded_models
-from troll.lab.models.names import resolve_model
+from troll.lab.models.embedded import embedded_model, embedded_models
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_NAMES = f"an existing folder, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or {' or '.join(embedded_models())}"
 
 
 def load_model(name: str, **kwargs: Any) -> Any:
-    """The causal language model of this name, in fp32 unless ``dtype`` says otherwise."""
+    """The causal language model of this name, in fp32 unless ``dtype`` is given."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    with _explained(name):
+    with _readable_errors(name):
         return AutoModelForCausalLM.from_pretrained(resolve_model(name), **{"dtype": torch.float32, **kwargs})
 
 
@@ -24,21 +28,81 @@ def load_tokenizer(name: str, **kwargs: Any) -> Any:
     """The tokenizer of the model of this name."""
     from transformers import AutoTokenizer
 
-    with _explained(name):
+    with _readable_errors(name):
         return AutoTokenizer.from_pretrained(resolve_model(name), **kwargs)
 
 
 def load_config(name: str, **kwargs: Any) -> Any:
-    """The configuration of the model of this name: the cheapest way to learn whether it can be had."""
+    """The configuration of the model of this name; the cheapest check that the model is available."""
     from transformers import AutoConfig
 
-    with _explained(name):
+    with _readable_errors(name):
         return AutoConfig.from_pretrained(resolve_model(name), **kwargs)
 
 
+def resolve_model(name: str) -> str:
+    """What to pass to ``from_pretrained``: the folder of an embedded model, a local folder, or a hub name.
+
+    An embedded model is converted on first use. ``./name`` refers to a local folder with the name of an embedded model.
+    """
+    model = embedded_model(name)
+    if model is not None:
+        return str(model.resolve())
+    path = Path(name).expanduser()
+    if name and path.exists():
+        _check_folder(path)
+        return str(path)
+    if not name or name[0] in "./~" or name.count("/") > 1 or name.endswith("/") or "\\" in name:
+        raise InputError(f"There is no model folder {name!r}", f"Pass {_NAMES}")
+    _check_hub_name(name)
+    return name
+
+
+def _check_folder(path: Path) -> None:
+    """Raise if a file of the model is missing."""
+    if not path.is_dir():
+        raise InputError(f"The model {path} is a file, not a folder", f"Pass its folder, {path.parent}")
+    missing = _missing_file(path)
+    if not missing:
+        return
+    fix = "Save the model with save_pretrained, which writes config.json and model.safetensors"
+    if (path / "model" / "config.json").is_file():
+        fix = f"Did you mean {path / 'model'}?"
+    elif (path / "adapter_config.json").is_file():
+        fix = "It is an adapter. Merge it into its base model (merge_and_unload of peft) and save that"
+    raise InputError(f"The model folder {path} has no {missing}", fix)
+
+
+def _missing_file(path: Path) -> str | None:
+    """The first file of a model that is missing in this folder, or None."""
+    if not (path / "config.json").is_file():
+        return "config.json"
+    for weights in _WEIGHTS:
+        if (path / weights).is_file():
+            return None
+        index = path / f"{weights}.index.json"
+        if index.is_file():
+            try:
+                shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return f"readable {index.name}"
+            return next((shard for shard in shards if not (path / shard).is_file()), None)
+    return _WEIGHTS[0]
+
+
+def _check_hub_name(name: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise InputError(f"{name!r} is not a valid model name", f"Pass {_NAMES}") from error
+
+
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn what loading raises into an ``InputError``."""
+def _readable_errors(name: str) -> Iterator[None]:
+    """Convert exceptions of transformers and the hub to ``InputError``."""
     from safetensors import SafetensorError
 
     try:
@@ -46,10 +110,10 @@ def _explained(name: str) -> Iterator[None]:
     except InputError:
         raise
     except (OSError, ValueError, SafetensorError) as error:
-        raise _explanation(name, error) from error
+        raise _input_error(name, error) from error
 
 
-def _explanation(name: str, error: BaseException) -> InputError:
+def _input_error(name: str, error: BaseException) -> InputError:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     embedded = " or ".join(embedded_models())
@@ -60,32 +124,27 @@ def _explanation(name: str, error: BaseException) -> InputError:
 
     if caused_by(GatedRepoError):
         return InputError(
-            f"model {name!r}, which is open only to those who accepted its terms",
-            "a model you have access to",
-            f"accepting them on its page, then hf auth login; or another model, such as {embedded}",
+            f"The model {name!r} is gated: its terms must be accepted first",
+            f"Accept them on its page and run hf auth login, or use another model such as {embedded}",
         )
     if caused_by(RepositoryNotFoundError):
         return InputError(
-            f"model {name!r}, which is neither a folder here nor a public model on the Hugging Face hub",
-            "a hub name, a folder, or an embedded model",
-            f"checking the spelling, hf auth login if it is private, or {embedded}",
+            f"The model {name!r} is neither a local folder nor a public model on the Hugging Face hub",
+            f"Check the spelling, run hf auth login if it is private, or use {embedded}",
         )
     if caused_by(LocalEntryNotFoundError):
         return InputError(
-            f"model {name!r}, which is not on this machine, and the Hugging Face hub cannot be reached",
-            "a model that is here, or a connection (and HF_HUB_OFFLINE not set)",
-            f"{embedded}, which needs no hub; or the path of a folder",
+            f"The model {name!r} is not on this machine, and the Hugging Face hub cannot be reached",
+            f"Use {embedded}, which needs no hub, or a local folder, or check the connection and HF_HUB_OFFLINE",
         )
     if caused_by(HfHubHTTPError):
         return InputError(
-            f"model {name!r}, which the Hugging Face hub does not give out ({_first_line(error)})",
-            "a public model, or one you have access to",
-            f"hf auth login, or {embedded}",
+            f"The Hugging Face hub refused the model {name!r}: {_first_line(error)}",
+            f"Run hf auth login, or use {embedded}",
         )
     return InputError(
-        f"model {name!r}, which cannot be loaded ({_first_line(error)})",
-        "a causal language model with its tokenizer, as save_pretrained writes them",
-        f"another model, such as {embedded}",
+        f"Cannot load the model {name!r}: {_first_line(error)}",
+        f"It must be a causal language model with its tokenizer, as save_pretrained writes them, such as {embedded}",
     )
 
 
@@ -96,6 +155,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line with something in it, without the full stop."""
+    """The first non-empty line, without the full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".:") if lines else type(error).__name__

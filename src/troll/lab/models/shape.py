@@ -1,4 +1,4 @@
-"""The sizes of a model, without its weights."""
+"""The sizes of a model, computed without loading its parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from troll.lab.models.loading import load_config
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that decide what it needs."""
+    """The sizes of a model that determine its memory and time."""
 
     parameters: int
     trainable: int
@@ -20,15 +20,15 @@ class ModelShape:
     vocabulary: int
     hidden: int
     inner: int
-    """Of the feed-forward part."""
+    """Width of the feed-forward layers."""
     layers: int
     keys: int
-    """Width of keys, and of values, over all heads."""
+    """Total width of the keys, and of the values, over all heads."""
     experts: bool
 
     @classmethod
     def of(cls, model_path: str, peft_config: Any = None, **kwargs: Any) -> ModelShape:
-        """From the configuration of a model; its weights are not loaded."""
+        """From the configuration of a model."""
         import torch
         import transformers
 
@@ -36,7 +36,7 @@ class ModelShape:
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config, **kwargs)
-            own = {id(p): p.numel() for p in model.parameters()}
+            sizes = {id(p): p.numel() for p in model.parameters()}
             ends = {id(x.weight): x.weight.numel() for x in _ends(model)}
             if peft_config is not None:
                 from peft import get_peft_model
@@ -47,7 +47,7 @@ class ModelShape:
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            body=sum(own.values()) - sum(ends.values()),
+            body=sum(sizes.values()) - sum(ends.values()),
             vocabulary=text.vocab_size,
             hidden=text.hidden_size,
             inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def activations(self) -> int:
-        """Numbers a layer keeps per token for its backward: inputs of norms, of products, of the gate."""
+        """Values per token that a layer keeps for its backward: inputs of norms, matrix products and the gate."""
         return 8 * self.hidden + 2 * self.keys + 4 * self.inner
 
     @property

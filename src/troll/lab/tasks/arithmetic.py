@@ -1,7 +1,7 @@
-"""Sums as plain few-shot text, ``6 + 6 = 12\\n8 - 4 = 4\\n6 - 4 =``: a task that a model of 135M learns on a CPU.
+"""The task ``arithmetic``: sums as plain few-shot text, ``8 - 4 = 4\\n6 - 4 =``, learnable on a CPU.
 
-Which problems are held out is decided by the problem alone, so it is the same for every seed and size, and 3 + 4 and
-4 + 3 fall on the same side. The worked examples are taken from the training side.
+A hash of the problem decides whether it is held out, so the split is the same for every seed and size, and 3 + 4 and
+4 + 3 are on the same side of it. The worked examples are training problems.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from troll.errors import InputError
 from troll.lab.tasks.task import Request, Row, Task, exact_match, first_line
 
 OPTIONS = {"digits": 1, "operations": "+-", "shots": 1}
-TRAIN_SIZE, HELD_OUT_SIZE = 1024, 64
+TRAIN_SIZE, EVAL_SIZE = 1024, 64
 _KINDS = {"+": "sums", "-": "differences", "*": "products"}
-_HELD_OUT_SEED = 2510_03817  # of the worked examples; the problems themselves need none
+_EVAL_SEED = 2510_03817  # for the worked examples of held-out problems
 
 
 class _Problem(NamedTuple):
@@ -37,7 +37,7 @@ class _Problem(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """One in four, by the operands and the sign."""
+        """Whether the problem is held out: about one in four, by operands and operation."""
         low, high = sorted((self.left, self.right))
         return hashlib.sha256(f"{low} {self.sign} {high}".encode()).digest()[0] % 4 == 0
 
@@ -48,19 +48,21 @@ def load(request: Request) -> Task:
     options = request.choose(OPTIONS)
     digits, signs, shots = options["digits"], options["operations"], options["shots"]
     if not 1 <= digits <= 12:
-        raise InputError(f"digits={digits}", "1 to 12", f"digits={OPTIONS['digits']}, the default")
+        raise InputError(f"digits must be 1 to 12, got {digits}", f"The default is {OPTIONS['digits']}")
     if not signs or set(signs) - set("+-*"):
-        raise InputError(f"operations={signs!r}", "some of + - *", f"operations={OPTIONS['operations']!r}, the default")
+        raise InputError(
+            f"operations must be some of + - *, got {signs!r}", f"The default is {OPTIONS['operations']!r}"
+        )
     if not 0 <= shots <= 16:
-        raise InputError(f"shots={shots}", "0 to 16 worked examples", f"shots={OPTIONS['shots']}, the default")
+        raise InputError(f"shots must be 0 to 16 worked examples, got {shots}", f"The default is {OPTIONS['shots']}")
     train = random.Random(f"arithmetic {request.seed}")
-    fixed = random.Random(_HELD_OUT_SEED)
-    shown = f"{'one' if digits == 1 else f'up to {digits}'}-digit {' and '.join(_KINDS[sign] for sign in signs)}"
+    fixed = random.Random(_EVAL_SEED)
+    kind = f"{'one' if digits == 1 else f'up to {digits}'}-digit {' and '.join(_KINDS[sign] for sign in signs)}"
     return Task(
         name=request.name,
-        description=f"{shown}, shots: {shots}; about a quarter of the problems is held out",
-        train=_rows(train, request.train_size or TRAIN_SIZE, False, digits, signs, shots),
-        held_out=_rows(fixed, request.held_out_size or HELD_OUT_SIZE, True, digits, signs, shots),
+        description=f"{kind}, shots: {shots}; about a quarter of the problems is held out",
+        train_dataset=_rows(train, request.train_size or TRAIN_SIZE, False, digits, signs, shots),
+        eval_dataset=_rows(fixed, request.eval_size or EVAL_SIZE, True, digits, signs, shots),
         reward_funcs=[exact_match],
         answer_of=first_line,
         stop="\n",
@@ -69,25 +71,25 @@ def load(request: Request) -> Task:
 
 
 def _rows(rng: random.Random, size: int, held_out: bool, digits: int, signs: str, shots: int) -> Dataset:
-    def draw(held_out: bool, other_than: list[_Problem]) -> _Problem:
+    def draw(held_out: bool, excluded: list[_Problem]) -> _Problem:
         while True:
             sign, left, right = rng.choice(signs), _number(rng, digits), _number(rng, digits)
             problem = _Problem(max(left, right), sign, min(left, right)) if sign == "-" else _Problem(left, sign, right)
-            if problem.held_out == held_out and problem not in other_than:
+            if problem.held_out == held_out and problem not in excluded:
                 return problem
 
     def row() -> Row:
-        asked = draw(held_out, [])
+        question = draw(held_out, [])
         examples: list[_Problem] = []
         for _ in range(shots):
-            examples.append(draw(False, [asked, *examples]))
+            examples.append(draw(False, [question, *examples]))
         worked = "".join(f"{x.text} {x.answer}\n" for x in examples)
-        return {"prompt": worked + asked.text, "answer": asked.answer, "difficulty": float(len(asked.answer))}
+        return {"prompt": worked + question.text, "answer": question.answer, "difficulty": float(len(question.answer))}
 
     return Dataset.from_list([row() for _ in range(size)])
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """Of at most so many digits, every length as likely as the others, so that long ones do not drown short ones."""
+    """A number of at most ``digits`` digits, with every length equally likely."""
     length = rng.randint(1, digits)
     return rng.randrange(0 if length == 1 else 10 ** (length - 1), 10**length)

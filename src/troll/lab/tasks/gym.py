@@ -1,12 +1,12 @@
-"""Any of reasoning-gym's problem makers, by name: ``gym:gcd``, ``gym:letter_counting``, …
+"""The tasks ``gym:NAME``: the problem generators of reasoning-gym, such as ``gym:gcd`` and ``gym:letter_counting``.
 
-Without worked examples the model is asked to think and to put its answer in tags; the answer is what stands in the last
-``<answer>…</answer>``, and a completion without one earns 0. With ``shots=n``, n solved problems stand before the
-question as turns of the chat, and the whole reply is the answer: shorter, and within reach of small models.
-The score, from 0 to 1, is reasoning-gym's own.
+Without worked examples the model is asked to think and to put its answer in tags. The content of the last
+``<answer>…</answer>`` is the answer; a completion without one gets 0. With ``shots=n``, n solved problems precede the
+question as turns of the chat, and the complete reply is the answer, which small models can learn. reasoning-gym
+computes the score, from 0 to 1.
 
-Problems are made where they are scored, in a process whose hashes do not change from run to run: some makers depend on
-the order of sets, and would make other problems each time.
+Problems are generated in the worker processes that score them, with a fixed hash seed: some generators depend on the
+order of sets and would otherwise generate other problems in every run.
 """
 
 from __future__ import annotations
@@ -29,112 +29,108 @@ from troll.rewards.checker import SECONDS, Checker, Question, Reply, apart, sand
 from troll.rewards.text import text_of
 from troll.rewards.workers import Pool
 
-TRAIN_SIZE, HELD_OUT_SIZE = 1000, 100
-_HELD_OUT_SEED = 2510_03817
-_MAKE = 120.0  # seconds to make a problem
+TRAIN_SIZE, EVAL_SIZE = 1000, 100
+_EVAL_SEED = 2510_03817
+_GENERATE_SECONDS = 120.0  # per problem
 _AS_SHOWN = "Reply with the answer only, as in the examples."
 Checkers = Pool[Question, Reply]
 _RUNS_TEXT = re.compile(r"\b(eval|exec|parse_expr|sympify|__import__)\(")
 
 
-def names() -> list[str]:
-    """Of all problem makers."""
-    return sorted(_makers())
+def generator_names() -> list[str]:
+    """The names of all generators."""
+    return sorted(_generators())
 
 
-def _makers() -> dict[str, Any]:
+def _generators() -> dict[str, Any]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise InputError(
-            "a gym task without reasoning-gym", "the package", 'pip install "troll-rl[gym]", or reasoning-gym'
-        ) from error
+        raise InputError("Tasks gym:NAME need the package reasoning-gym", 'pip install "troll-rl[gym]"') from error
     return dict(DATASETS)
 
 
 def load(request: Request) -> Task:
-    """The task ``gym:<maker>``; every field of the maker's config is an option, and ``shots``."""
+    """The task ``gym:NAME``. Its options are the fields of the generator's config, and ``shots``."""
     request.refuse_data()
-    maker, makers = request.name.partition(":")[2], _makers()
-    if maker not in makers:
-        close = difflib.get_close_matches(maker, makers, n=3, cutoff=0.5)
+    generator, generators = request.name.partition(":")[2], _generators()
+    if generator not in generators:
+        close = difflib.get_close_matches(generator, generators, n=3, cutoff=0.5)
         near = " or ".join(f"gym:{name}" for name in close) or "gym:gcd"
-        raise InputError(f"the task {request.name!r}", f"one of reasoning-gym's {len(makers)} names", near)
-    options = request.choose({"shots": 0, **_config_defaults(makers[maker][1])})
+        raise InputError(f"reasoning-gym has no generator {generator!r}", f"Did you mean {near}?")
+    options = request.choose({"shots": 0, **_config_defaults(generators[generator][1])})
     shots = options.pop("shots")
     given = {key: value for key, value in options.items() if key in request.options}
-    seed = random.Random(f"gym {request.seed}").getrandbits(31)  # a maker's neighbouring seeds share problems
-    fixed = _Source(_HELD_OUT_SEED, shots + (request.held_out_size or HELD_OUT_SIZE), "held_out_size")
+    seed = random.Random(f"gym {request.seed}").getrandbits(31)  # neighbouring seeds of a generator share problems
+    fixed = _Source(_EVAL_SEED, shots + (request.eval_size or EVAL_SIZE), "eval_size")
     source = _Source(seed, request.train_size or TRAIN_SIZE, "train_size")
-    checkers = _checkers(maker, given, [fixed, source])
+    checkers = _checkers(generator, given, [fixed, source])
     seen: set[str] = set()
-    held_out = fixed.problems(maker, checkers, seen)
-    train = source.problems(maker, checkers, seen)
+    held_out = fixed.problems(generator, checkers, seen)
+    train = source.problems(generator, checkers, seen)
     if not all(example["answer"] for example in held_out[:shots]):
-        raise InputError(f"shots={shots}; {request.name} knows no right answers to show", "shots=0", "leaving it out")
-    answer_of = _whole if shots else _tagged
+        raise InputError(f"shots={shots}, but {request.name} has no reference answers to show", "Leave shots out")
+    answer_of = _complete_reply if shots else _tagged
     return Task(
         name=request.name,
-        description=f"reasoning-gym's {maker}, " + (f"{shots} worked examples" if shots else "the answer in tags"),
-        train=_dataset(train, held_out[:shots]),
-        held_out=_dataset(held_out[shots:], held_out[:shots]),
+        description=f"reasoning-gym's {generator}, " + (f"{shots} worked examples" if shots else "the answer in tags"),
+        train_dataset=_dataset(train, held_out[:shots]),
+        eval_dataset=_dataset(held_out[shots:], held_out[:shots]),
         reward_funcs=[_Score(checkers, answer_of)],
         answer_of=answer_of,
         settings={"max_completion_length": 64 if shots else 256},
     )
 
 
-def _checkers(maker: str, options: Row, sources: Sequence[_Source]) -> Checkers:
-    """The processes that make the problems and score the answers."""
+def _checkers(generator: str, options: Row, sources: Sequence[_Source]) -> Checkers:
+    """The worker processes that generate problems and score answers."""
     import reasoning_gym
 
     try:
-        reasoning_gym.create_dataset(maker, seed=0, size=10, **options)
-    except Exception as error:  # of many kinds, mostly failed assertions
+        reasoning_gym.create_dataset(generator, seed=0, size=10, **options)
+    except Exception as error:  # many kinds, mostly failed assertions
         shown = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
-        given = f"gym:{maker} with {shown} ({error})"
-        raise InputError(given, "options that its config allows", "other values") from error
-    settings = [{**options, "seed": source.seed, "size": source.most} for source in sources]
-    what = {"kind": "gym", "maker": maker, "settings": settings}
-    command, env = sandboxed("reasoning_gym") if _evaluates(maker) else apart()
+        raise InputError(f"gym:{generator} rejected its options ({shown}): {error}", "Change these values") from error
+    settings = [{**options, "seed": source.seed, "size": source.limit} for source in sources]
+    what = {"kind": "gym", "maker": generator, "settings": settings}
+    command, env = sandboxed("reasoning_gym") if _evaluates(generator) else apart()
     return Pool(lambda: Checker(what, command, env), name="gym")
 
 
 @dataclass(frozen=True)
 class _Source:
-    """So many problems from a seed; ``name`` is the argument that asked for them."""
+    """``wanted`` problems from a seed; ``name`` is the argument that set their number."""
 
     seed: int
     wanted: int
     name: str
 
     @property
-    def most(self) -> int:
-        """How many problems are looked at to find new ones. Some makers make them all at once."""
+    def limit(self) -> int:
+        """The number of problems that are generated at most to get ``wanted`` different ones."""
         return 2 * self.wanted + 200
 
-    def problems(self, maker: str, checkers: Checkers, seen: set[str]) -> list[Row]:
-        """Those whose question is not in ``seen``, which grows."""
-        found: list[Row] = []
-        for start in range(0, self.most, self.wanted):
-            indices = range(start, min(start + self.wanted, self.most))
-            made = checkers.map(Question({"seed": self.seed, "index": index}, _MAKE) for index in indices)
+    def problems(self, generator: str, checkers: Checkers, seen: set[str]) -> list[Row]:
+        """New problems: their questions are not in ``seen`` and are added to it."""
+        problems: list[Row] = []
+        for start in range(0, self.limit, self.wanted):
+            indices = range(start, min(start + self.wanted, self.limit))
+            made = checkers.map(Question({"seed": self.seed, "index": index}, _GENERATE_SECONDS) for index in indices)
             for index, reply in zip(indices, made, strict=True):
                 problem = reply.value if reply else None
-                if problem is not None and problem["question"] not in seen and len(found) < self.wanted:
+                if problem is not None and problem["question"] not in seen and len(problems) < self.wanted:
                     seen.add(problem["question"])
-                    found.append({**problem, "gym_seed": self.seed, "gym_index": index})
-            if len(found) == self.wanted:
-                return found
+                    problems.append({**problem, "gym_seed": self.seed, "gym_index": index})
+            if len(problems) == self.wanted:
+                return problems
         raise InputError(
-            f"{self.name}={self.wanted}; gym:{maker} ran out of new problems after {len(found)}",
-            "no more problems than there are",
-            f"{self.name}={max(1, len(found) // 2)}, or options that make more of them",
+            f"{self.name}={self.wanted}, but gym:{generator} generated only {len(problems)} different problems",
+            f"Use {self.name}={max(1, len(problems) // 2)}, or other options of the task",
         )
 
 
 def _config_defaults(config: Any) -> dict[str, Any]:
-    """The fields of a maker's config and their defaults, without seed and size."""
+    """The fields of a generator's config and their defaults, without seed and size."""
     values = {}
     for field in dataclasses.fields(config):
         if field.name not in ("seed", "size"):
@@ -162,19 +158,19 @@ def _tagged(text: str) -> str | None:
     return extract_answer(text)  # type: ignore[no-any-return]
 
 
-def _whole(text: str) -> str | None:
+def _complete_reply(text: str) -> str | None:
     return text.strip() or None
 
 
-def _evaluates(maker: str) -> bool:
-    """Whether the maker may run text as Python to score it (sympy's parsers do too): then it belongs in a sandbox."""
-    own = [kind for kind in _makers()[maker][0].__mro__ if kind.__module__.startswith("reasoning_gym.")]
-    sources = [inspect.getsource(sys.modules[kind.__module__]) for kind in own]
-    return maker == "composite" or any(map(_RUNS_TEXT.search, sources))
+def _evaluates(generator: str) -> bool:
+    """Whether the generator may evaluate text as Python to score it (sympy's parsers do): it then needs a sandbox."""
+    classes = [kind for kind in _generators()[generator][0].__mro__ if kind.__module__.startswith("reasoning_gym.")]
+    sources = [inspect.getsource(sys.modules[kind.__module__]) for kind in classes]
+    return generator == "composite" or any(map(_RUNS_TEXT.search, sources))
 
 
 class _Score:
-    """reasoning-gym's own score of an answer."""
+    """The reward function: reasoning-gym's score of an answer."""
 
     __name__ = "score"
 
@@ -184,14 +180,14 @@ class _Score:
     def __call__(
         self, completions: Sequence[Any], gym_seed: Sequence[int], gym_index: Sequence[int], **_: Any
     ) -> list[float | None]:
-        """One score per completion, 0 for no answer and for one that cannot be scored; None where nothing is known."""
+        """One score per completion: 0 for a missing or unscorable answer, None if the scoring process failed."""
         answers = [self._answer_of(text_of(completion)) for completion in completions]
-        asked = [
+        questions = [
             {"seed": seed, "index": index, "answer": answer}
             for answer, seed, index in zip(answers, gym_seed, gym_index, strict=True)
             if answer is not None
         ]
-        replies = iter(self._checkers.map(Question(question, SECONDS) for question in asked))
+        replies = iter(self._checkers.map(Question(question, SECONDS) for question in questions))
         return [0.0 if answer is None else _score(next(replies)) for answer in answers]
 
 

@@ -1,9 +1,8 @@
-"""Reward functions of other people: found by name, and watched, so that a mistake in one says where it is."""
+"""Reward functions of the user, wrapped so that an error names the function and the completion."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
 import reprlib
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from troll.errors import InputError
-from troll.lab.tasks.python_file import load_file
 from troll.lab.tasks.task import Reward, text_of
 
 _brief = reprlib.Repr()
@@ -26,28 +24,6 @@ class RewardError(InputError):
 
     returned: list[Any] | None = None
     """All that it returned, if one of its rewards is the failure: whoever asked may take the others."""
-
-
-def find_reward(name: str) -> Reward:
-    """The function that ``package.module:function`` or ``file.py:function`` names."""
-    place, colon, function = name.rpartition(":")
-    if not colon or not place or not function.isidentifier():
-        raise InputError(
-            f"the reward {name!r}", "module:function or file.py:function", 'for example "my_rewards.py:exact"'
-        )
-    if place.endswith(".py"):
-        found = load_file(Path(place)).get(function)
-    else:
-        try:
-            found = getattr(importlib.import_module(place), function, None)
-        except ImportError as error:
-            raise InputError(
-                f"the reward {name!r} ({error})", "a module that can be imported", "its full name; or file.py:function"
-            ) from error
-    if not callable(found):
-        what = "nothing" if found is None else f"a {type(found).__name__}"
-        raise InputError(f"the reward {name!r}; {place} has {what} of that name", "a function", "the name of one")
-    return found  # type: ignore[no-any-return]
 
 
 def watched(reward: Reward) -> Reward:

@@ -1,4 +1,4 @@
-"""What a model is trained on: prompts, a reward that can be checked, problems held out to measure progress."""
+"""A task: prompts to train on, reward functions that verify completions, and held-out problems for evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from troll.errors import InputError
+from troll.errors import InputError, suggestion
 from troll.rewards.text import text_of as text_of
 
 Reward = Callable[..., Any]
@@ -18,24 +18,25 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts and how to judge what a model makes of them.
+    """Prompts and the reward functions that score their completions.
 
     Attributes:
-        name: as it is asked for, for example ``gym:gcd``.
-        description: one line, for reports.
-        train: the column ``prompt`` (a string is plain text, a list is chat messages), the columns the reward takes,
-            and ``difficulty``, a number, where it is known.
-        held_out: the same, of problems that are not in ``train``; the same ones whatever the seed.
+        name: as passed to ``load_task``, for example ``gym:gcd``.
+        description: one line for reports.
+        train_dataset: has a column ``prompt`` (a string is plain text, a list is chat messages), the columns the
+            reward functions take, and optionally ``difficulty``, a number.
+        eval_dataset: the same columns for the held-out problems. None of them is in ``train_dataset``, and they do not
+            depend on the seed.
         reward_funcs: TRL's reward functions, ``f(prompts, completions, **columns) -> list[float | None]``.
-        answer_of: the answer a completion gives, in one way of writing; None if it gives none. For majority votes.
-        stop: a completion ends at this string as well as at the end token.
-        settings: what the task recommends to TRL, for example ``max_completion_length``.
+        answer_of: returns the normalised answer of a completion, or None if it has none. Used for majority votes.
+        stop: a completion also ends at this string.
+        settings: TRL arguments that the task recommends, for example ``max_completion_length``.
     """
 
     name: str
     description: str
-    train: Dataset
-    held_out: Dataset
+    train_dataset: Dataset
+    eval_dataset: Dataset
     reward_funcs: list[Reward]
     answer_of: Callable[[str], str | None]
     stop: str | None = None
@@ -44,62 +45,70 @@ class Task:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked of a task: where its data is, how much of it, which variant."""
+    """The arguments of ``load_task``: data, sizes, options and seed."""
 
     name: str
     data: str | None = None
     eval_data: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     train_size: int | None = None
-    held_out_size: int | None = None
+    eval_size: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("train_size", "held_out_size"):
+        for name in ("train_size", "eval_size"):
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise InputError(f"{name}={size}", "a number of problems, at least 1", f"leaving {name} out")
+                raise InputError(f"{name} must be at least 1, got {size}", f"Leave {name} out for the default")
 
     def choose(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The options given, over the defaults; an option the task does not have, or of another type, is refused."""
-        chosen = dict(defaults)
+        """The defaults updated with the given options. Raises for an unknown option or a wrong type."""
+        options = dict(defaults)
         for key, value in self.options.items():
             if key not in defaults:
                 known = ", ".join(f"{name}={default!r}" for name, default in defaults.items())
-                raise InputError(f"the option {key}={value!r} of {self.name}", known or "no options", "one of these")
-            chosen[key] = _typed(value, defaults[key], f"{key}={value!r} of {self.name}")
-        return chosen
+                near = suggestion(key, defaults)
+                fix = f"Did you mean {near!r}?" if near else f"The options are {known}" if known else "Leave it out"
+                which = f"has no option {key!r}" if known else f"takes no options, got {key}={value!r}"
+                raise InputError(f"The task {self.name} {which}", fix)
+            options[key] = _typed(key, value, defaults[key])
+        return options
 
     def refuse_data(self) -> None:
-        """For tasks that make their own problems."""
+        """Raise if data was given to a task that generates its problems."""
         for name in ("data", "eval_data"):
             if getattr(self, name) is not None:
                 raise InputError(
-                    f"{name}={getattr(self, name)!r} for the task {self.name}",
-                    f"no {name}: this task makes its own problems",
-                    'the task "data" for a file of your own',
+                    f"The task {self.name} generates its problems and takes no {name}, got {getattr(self, name)!r}",
+                    "Use --task data for prompts in a file",
                 )
 
 
-def _typed(value: Any, default: Any, given: str) -> Any:
-    """``value`` as the type of ``default``; from the command line it comes as a string."""
+def _typed(key: str, value: Any, default: Any) -> Any:
+    """``value`` converted to the type of ``default``; values from the command line are strings."""
+    given = value
     if isinstance(value, str) and not isinstance(default, str):
         try:
             value = ast.literal_eval(value.capitalize() if value.lower() in ("true", "false", "none") else value)
         except (ValueError, SyntaxError):
             if default is not None:
-                raise InputError(given, f"{type(default).__name__}, e.g. {default!r}", "that type") from None
+                raise _wrong_type(key, given, default) from None
     if isinstance(default, float) and type(value) is int:
         return float(value)
     if isinstance(default, tuple | list) and isinstance(value, tuple | list):
         return type(default)(value)
     if default is not None and value is not None and type(value) is not type(default):
-        raise InputError(given, f"{type(default).__name__}, e.g. {default!r}", "that type")
+        raise _wrong_type(key, given, default)
     return value
 
 
+def _wrong_type(key: str, value: Any, default: Any) -> InputError:
+    kind = type(default).__name__
+    return InputError(f"The task option {key} must be of type {kind}, got {value!r}", f"The default is {default!r}")
+
+
 def first_line(text: str) -> str | None:
-    """The answer to a plain few-shot prompt: the text up to the first newline; None if that is empty.
+    """The text up to the first newline, the answer to a plain few-shot prompt; None if it is empty.
 
     >>> first_line(" 12\\n3 + 4 = 7")
     '12'

@@ -40,7 +40,7 @@ class RunSettings:
         },
     )
     train_size: int | None = field(default=None, metadata={"help": "Use this many training problems."})
-    held_out_size: int | None = field(default=None, metadata={"help": "Use this many held-out problems."})
+    eval_size: int | None = field(default=None, metadata={"help": "Use this many held-out problems."})
     runs_dir: str = field(default="runs", metadata={"help": "The folder that has one folder per run."})
     resume: str | None = field(
         default=None,
@@ -53,7 +53,7 @@ class RunSettings:
         default=False,
         metadata={"help": "Print the settings and what the run will need in memory and time, and stop."},
     )
-    dangerously_run_code_unsandboxed: bool = field(
+    allow_unsandboxed_code: bool = field(
         default=False,
         metadata={
             "help": "Where there is no sandbox, run what the model writes without one: it can then do to this machine "

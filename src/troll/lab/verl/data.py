@@ -21,7 +21,7 @@ TRAIN, HELD_OUT, TASK, STOP = "train.parquet", "held_out.parquet", "task.json", 
 def write_task(task: Task, request: Mapping[str, Any], folder: Path) -> None:
     """The problems as ``train.parquet`` and ``held_out.parquet``, and the request that makes the task again."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, problems, split in ((TRAIN, task.train, "train"), (HELD_OUT, task.held_out, "held_out")):
+    for name, problems, split in ((TRAIN, task.train_dataset, "train"), (HELD_OUT, task.eval_dataset, "held_out")):
         rows = [_row(task.name, row, index, split) for index, row in enumerate(problems)]
         datasets.Dataset.from_list(rows).to_parquet(str(folder / name))
     write_json(folder / TASK, request)
@@ -70,11 +70,11 @@ def request_of(
             "options": dict(options),
             "reward": [f"{_anywhere(place)}:{name}" for place, _, name in (x.rpartition(":") for x in settings.reward)],
             "train_size": settings.train_size,
-            "held_out_size": settings.held_out_size,
+            "eval_size": settings.eval_size,
             "seed": seed,
         },
         "weights": weights,
-        "unsandboxed": settings.dangerously_run_code_unsandboxed,
+        "unsandboxed": settings.allow_unsandboxed_code,
     }
 
 
@@ -89,7 +89,7 @@ def plain_template(task: Task, tokenizer: Any) -> str | None:
     verl renders every prompt with a chat template. A prompt here is one message, so its text alone, after whatever the
     tokenizer puts in front of plain text, is what TRL generates from.
     """
-    plain = [isinstance(row["prompt"], str) for data in (task.train, task.held_out) for row in data]
+    plain = [isinstance(row["prompt"], str) for data in (task.train_dataset, task.eval_dataset) for row in data]
     if not any(plain):
         return None
     if not all(plain):
@@ -100,7 +100,7 @@ def plain_template(task: Task, tokenizer: Any) -> str | None:
 
 def longest_prompt(task: Task, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> int:
     """In tokens, of all problems."""
-    prompts = [row["prompt"] for data in (task.train, task.held_out) for row in data]
+    prompts = [row["prompt"] for data in (task.train_dataset, task.eval_dataset) for row in data]
     if template is None and tokenizer.chat_template is None:
         raise InputError(
             "chat prompts for a model without a chat template",

@@ -26,7 +26,7 @@ _LOSS = "actor_rollout_ref.actor.policy_loss"
 _ENGINE = "actor_rollout_ref.actor.fsdp_config"
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "nodes", "gpus_per_node")
 _ROLLOUT = ("updates_per_generation", "steps_per_generation", "generation_batch_size", "num_iterations")
-_TASK = ("task", "data", "eval_data", "task_options", "reward", "train_size", "held_out_size")
+_TASK = ("task", "data", "eval_data", "task_options", "reward", "train_size", "eval_size")
 
 _SUMS = {
     "dapo": "token-mean",
@@ -263,7 +263,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key("reward.custom_reward_function.name", ("task", "reward"), lambda s: "score"),
         Key(
             "+reward.custom_reward_function.reward_kwargs.task",
-            (*_TASK, "reward_weights", "dangerously_run_code_unsandboxed"),
+            (*_TASK, "reward_weights", "allow_unsandboxed_code"),
             lambda s: s.file(DATA, "task.json"),
             "which task, with which weights",
         ),
@@ -417,7 +417,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key("hydra.run.dir", ("runs_dir", "run_name"), lambda s: s.file(DATA, "hydra")),
         Key(
             "+ray_kwargs.ray_init.runtime_env.env_vars",
-            ("runs_dir", "run_name", "dangerously_run_code_unsandboxed"),
+            ("runs_dir", "run_name", "allow_unsandboxed_code"),
             lambda s: dict(s.environment),
             "where verl's file of metrics is",
         ),

@@ -176,7 +176,7 @@ def best() -> Isolation:
         raise SandboxError(
             f"model-written code to run, and no sandbox for it ({why})",
             "apt install bubblewrap (0.8 or newer), on Linux with user namespaces or Landlock; or, if the code may do "
-            f"anything to this machine, --dangerously_run_code_unsandboxed ({DANGER}=1)",
+            f"anything to this machine, --allow_unsandboxed_code ({DANGER}=1)",
         )
     return found
 
