@@ -23,6 +23,7 @@ PAGES = {
     "benchmarks/verl/README.md": "cost-verl.md",
     "examples/trl/README.md": "examples-trl.md",
     "examples/verl/README.md": "examples-verl.md",
+    "experiments/README.md": "experiments.md",
     "experiments/studies/tables.md": "study-tables.md",
     "src/troll/projection/README.md": "derivation.md",
 }

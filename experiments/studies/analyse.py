@@ -1,11 +1,11 @@
-"""Stored results → tables and figures, all of them, from ``results/STUDY.jsonl``.
+"""Write every table and figure of the studies from ``results/STUDY.jsonl``.
 
     python experiments/studies/analyse.py
-    python experiments/studies/analyse.py --check       write nothing; 1 if what is stored is not what would be written
+    python experiments/studies/analyse.py --check       write nothing; exit with 1 if a file would change
 
-Figures go to ``figures/STUDY-NAME.svg``. A table goes to its place in docs/does-it-help.md, between the lines
-``<!-- table: STUDY-NAME -->`` and ``<!-- end of table -->``, or to ``tables.md`` if it has no place there. A study
-without results is passed over. The same version of matplotlib draws the same bytes.
+Figures go to ``figures/STUDY-NAME.svg``. A table goes between ``<!-- table: STUDY-NAME -->`` and ``<!-- end of table
+-->`` in README.md, docs/does-it-help.md or docs/study-data.md; a table without such a place goes to ``tables.md``.
+Studies without results are skipped. The same version of matplotlib draws the same bytes.
 """
 
 from __future__ import annotations
@@ -18,33 +18,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import figures
+import network_runs
 import tables
-import whole
 from matplotlib.figure import Figure
 from results import RESULTS, read
-from scores import Finalist, Measure, at, axis_of, end, finalists, held_out, labels, mean, strata
+from scores import Finalist, Measure, at, axis_of, end, eval_reward, finalists, labels, mean, strata
 
 from troll.lab.report.data import Missing
 from troll.lab.report.style import save, style
 from troll.lab.runs.folder import Line
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "does-it-help.md"
+ROOT = HERE.parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "does-it-help.md", ROOT / "docs" / "study-data.md")
 FRESH = {"regions": "final", "stories": "stories-final", "code": "code-final", "gsm8k": "gsm8k-final"}
-"""Study → the one with fresh seeds, by which it is judged."""
-TASKS = {"regions": "sorting", "stories": "stories", "code": "functions", "gsm8k": "word problems, 1.5 billion weights"}
-"""Study → what is learnt in it."""
-OVERVIEW = "overview"
+"""Study → the study with fresh seeds that evaluates it."""
+TASKS = {"regions": "sorting", "stories": "stories", "code": "functions", "gsm8k": "GSM8K, 1.5B"}
+"""Study → its task."""
+ACROSS = ("overview", "differences", "readme")
+"""Tables over all tasks."""
+HIGH_RATE = "1e-4"
+"""The learning rate at which the README compares the methods again."""
 CHOSEN_BY = {"stories": mean}
-"""Study → the measure that chooses the rates, where it is not `end`: in the stories every arm ends at the top."""
+"""Study → the measure that chooses the learning rates, where it is not `end`: in stories every arm ends near 1."""
 ALSO = {"bounds": ("changes", {"bound 1": "fixed at 1"})}
-"""Study → another one, and which of its changes belong here too, renamed: all other settings are equal."""
+"""Study → another study, and which of its changes are added under another name: all other settings are equal."""
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The results of a study, and those with fresh seeds, if there are any."""
+    """The results of a study, and those with fresh seeds."""
 
     lines: list[Line]
     fresh: list[Line]
@@ -53,7 +57,7 @@ class Stored:
 
     @classmethod
     def read(cls, results: Path, study: str) -> Stored:
-        """From the files of a folder."""
+        """Read from the files of a folder."""
         lines = read(results, study)
         if lines and study in ALSO:
             other, names = ALSO[study]
@@ -63,22 +67,22 @@ class Stored:
 
     @property
     def arms(self) -> str:
-        """The axis of what is compared."""
+        """The axis of the compared arms."""
         return axis_of(self.lines, "region", "change", "estimator") or "region"
 
     @property
     def sweep(self) -> str | None:
-        """The axis over which every arm looks for its best."""
+        """The axis on which each arm has its best value, if the study has one."""
         return axis_of(self.lines, "rate", "learning_rate")
 
     @property
     def base(self) -> str:
-        """What the others are compared with."""
+        """The label that the others are compared with."""
         found = labels(self.lines, self.arms)
         return next((name for name in ("fixed at 1", "base", "clip") if name in found), found[0])
 
     def tasks(self, *used: str | None) -> dict[str, list[Line]]:
-        """The lines by what is neither an arm nor swept nor used otherwise: most often the task."""
+        """The lines by the remaining axes, most often the task."""
         return strata(self.lines, self.arms, *used)
 
     def finalists(self) -> dict[str, dict[str, Finalist]]:
@@ -90,16 +94,16 @@ class Stored:
         }
 
     def at_best(self) -> dict[str, dict[str, list[Line]]]:
-        """Task → arm → the runs it is judged by."""
+        """Task → arm → the runs that evaluate it."""
         return {task: {arm: x.lines for arm, x in found.items()} for task, found in self.finalists().items()}
 
     def cells(self, *axes: str) -> dict[str, dict[str, list[Line]]]:
-        """Task → the labels on these axes, as one → runs."""
+        """Task → joined labels on these axes → runs."""
         return {task: strata_by(lines, *axes) for task, lines in strata(self.lines, *axes).items()}
 
 
 def named(line: Line, change: str) -> Line:
-    """A result with another label."""
+    """A result with another label on the axis `change`."""
     return {**line, "place": {**line["place"], "change": change}}
 
 
@@ -117,13 +121,13 @@ def strata_by(lines: Sequence[Line], *axes: str) -> dict[str, list[Line]]:
 
 
 def sweep_tables(stored: Stored) -> str | None:
-    """Every arm over the rates."""
+    """Every arm over the learning rates."""
     return _sweep_by(stored, stored.chosen_by)
 
 
-def held_out_tables(stored: Stored) -> str | None:
-    """The same by the reward on held-out problems, if every run has one."""
-    return _sweep_by(stored, held_out) if all(held_out(line) is not None for line in stored.lines) else None
+def eval_tables(stored: Stored) -> str | None:
+    """Every arm over the learning rates by the reward on held-out problems, if every run has one."""
+    return _sweep_by(stored, eval_reward) if all(eval_reward(line) is not None for line in stored.lines) else None
 
 
 def _sweep_by(stored: Stored, measure: Measure) -> str | None:
@@ -135,15 +139,15 @@ def _sweep_by(stored: Stored, measure: Measure) -> str | None:
 
 
 def best_tables(stored: Stored) -> str:
-    """Best against best; over all tasks too, where there are several."""
+    """Arms at their best learning rate; with several tasks, over all of them too."""
     found = stored.finalists()
-    told = stored.base, stored.sweep, stored.fresh_study, stored.chosen_by
-    each = {task: tables.best_table(x, *told) for task, x in found.items()}
+    selection = stored.base, stored.sweep, stored.fresh_study, stored.chosen_by
+    each = {task: tables.best_table(x, *selection) for task, x in found.items()}
     return tables.joined(each) + _overall(list(stored.at_best().values()), stored.base)
 
 
 def pairs_tables(stored: Stored) -> str | None:
-    """Ours against all others, each at its best."""
+    """Arms with the projection against all others, each at its best learning rate."""
     found = {task: tables.pairs_table(x) for task, x in stored.finalists().items()}
     there = {task: x for task, x in found.items() if x is not None}
     return tables.joined(there) if there else None
@@ -163,7 +167,7 @@ def changes_tables(stored: Stored) -> str:
 
 
 def network_tables(stored: Stored) -> str:
-    """What the network did, with every arm at its best."""
+    """KL of the network, every arm at its best learning rate."""
     groups = {
         task: {", ".join(filter(None, (arm, x.value))): x.lines for arm, x in found.items()}
         for task, found in stored.finalists().items()
@@ -172,12 +176,12 @@ def network_tables(stored: Stored) -> str:
 
 
 def network_rates_tables(stored: Stored) -> str | None:
-    """What the network did, at every rate."""
+    """KL of the network at every learning rate."""
     return _network_by(stored, stored.sweep)
 
 
 def network_updates_tables(stored: Stored) -> str | None:
-    """What the network did, at every number of updates."""
+    """KL of the network at every number of updates."""
     return _network_by(stored, "updates")
 
 
@@ -195,7 +199,7 @@ def _overall(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> str:
 
 
 def rates_figure(stored: Stored) -> Figure | None:
-    """Every arm over the rates."""
+    """Every arm over the learning rates."""
     sweep = stored.sweep
     if sweep is None:
         return None
@@ -218,18 +222,18 @@ def curves_figure(stored: Stored) -> Figure:
 
 
 def network_figure(stored: Stored) -> Figure:
-    """The same for the network."""
+    """KL of the network over the rollouts, arms at their best."""
     return figures.network(stored.at_best())
 
 
 def solver_figure(stored: Stored) -> Figure:
-    """The same for the solver and the kept mass."""
+    """Solver steps and kept mass over the rollouts, arms at their best."""
     return figures.solver(stored.at_best())
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is made of a study: names → tables, names → figures."""
+    """The tables and figures of a study, by name."""
 
     tables: dict[str, Callable[[Stored], str | None]] = field(default_factory=dict)
     figures: dict[str, Callable[[Stored], Figure | None]] = field(default_factory=dict)
@@ -238,7 +242,7 @@ class Entry:
 _REGIONS = Entry(
     {
         "sweep": sweep_tables,
-        "held-out": held_out_tables,
+        "held-out": eval_tables,
         "best": best_tables,
         "pairs": pairs_tables,
         "network": network_tables,
@@ -258,8 +262,8 @@ REGISTRY = {
 }
 
 
-def overview(results: Path) -> dict[str, str]:
-    """The table over all tasks that are judged on fresh seeds, by its name; none if there is only one."""
+def across_tasks(results: Path) -> dict[str, str]:
+    """The tables over all tasks with fresh seeds, by name; empty with fewer than two such tasks."""
     stored = {task: Stored.read(results, study) for study, task in TASKS.items()}
     found = {
         ", ".join(filter(None, (task, name))): arms
@@ -267,12 +271,24 @@ def overview(results: Path) -> dict[str, str]:
         if x.fresh
         for name, arms in x.finalists().items()
     }
-    return {OVERVIEW: tables.joined({"": tables.overview_table(found)})} if len(found) > 1 else {}
+    if len(found) < 2:
+        return {}
+    high = {
+        task: {arm: at(x.lines, **{x.arms: arm, x.sweep: HIGH_RATE}) for arm in labels(x.lines, x.arms)}
+        for task, x in stored.items()
+        if x.fresh and x.sweep and HIGH_RATE in labels(x.lines, x.sweep)
+    }
+    made = {"overview": tables.overview_table(found)}
+    if high:
+        made["readme"] = tables.readme_table(found, high, HIGH_RATE)
+    if all({"troll-0.2", "clip"} <= {arm for arm, x in arms.items() if x.lines} for arms in found.values()):
+        made["differences"] = tables.differences_table(found, ("troll-0.2", "troll-1"), ("clip", "none"))
+    return {name: tables.joined({"": each}) for name, each in made.items()}
 
 
 def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
     """All tables and all figures, by name."""
-    texts, images = whole.written(results) | overview(results), {}
+    texts, images = network_runs.written(results) | across_tasks(results), {}
     for study, entry in REGISTRY.items():
         stored = Stored.read(results, study)
         if not stored.lines:
@@ -292,43 +308,41 @@ def made(results: Path) -> tuple[dict[str, str], dict[str, bytes]]:
 
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
-    """The page with each table in its place; a place for a study without results stays as it is."""
-    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables} | {
-        OVERVIEW,
-        *whole.TABLES,
-    }
+    """The page with each table in its place; the place of a study without results stays unchanged."""
+    known = {f"{study}-{name}" for study, entry in REGISTRY.items() for name in entry.tables}
+    known |= {*ACROSS, *network_runs.TABLES}
     unknown = {name for _, name, _ in _BLOCK.findall(page)} - known
     if unknown:
         raise ValueError(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     return _BLOCK.sub(lambda m: f"{m[1]}\n{texts[m[2]]}\n\n{m[3]}" if m[2] in texts else m[0], page)
 
 
-def files(results: Path, page: Path, out: Path) -> dict[Path, bytes | None]:
-    """Path → what it should hold; None for a file that should not be there."""
+def files(results: Path, pages: Sequence[Path], out: Path) -> dict[Path, bytes | None]:
+    """Path → its content; None for a file that should not exist."""
     texts, images = made(results)
     wanted: dict[Path, bytes | None] = dict.fromkeys((out / "figures").glob("*.svg"))
     wanted |= {out / "figures" / f"{name}.svg": image for name, image in images.items()}
     left = dict(texts)
-    if page.exists():
+    for page in filter(Path.exists, pages):
         before = page.read_text(encoding="utf-8")
         wanted[page] = filled(before, texts).encode()
-        left = {name: text for name, text in texts.items() if f"<!-- table: {name} -->" not in before}
+        left = {name: text for name, text in left.items() if f"<!-- table: {name} -->" not in before}
     blocks = [f"<!-- table: {name} -->\n\n{text}\n\n<!-- end of table -->" for name, text in left.items()]
-    head = "# Tables\n\nWritten by `python experiments/studies/analyse.py` from the stored results."
+    head = "# More tables\n\nWritten by `python experiments/studies/analyse.py` from the stored results of the studies."
     wanted[out / "tables.md"] = ("\n\n".join([head, *blocks]) + "\n").encode() if blocks else None
     return wanted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write what differs, or with ``--check`` name it; 1 if there was something to name, or nothing can be said."""
+    """Write the files that differ, or list them with ``--check``; 1 if a file differs or the results are not usable."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the results are kept")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page with places for tables")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="pages with places for tables")
     parser.add_argument("--out", type=Path, default=HERE, help="the folder of tables.md and figures/")
     options = parser.parse_args(arguments)
     try:
-        wanted = files(options.results, options.page, options.out)
+        wanted = files(options.results, options.pages, options.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -343,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text)
-    print(f"{len(wanted) - len(differ)} files as they should be")
+    print(f"{len(wanted) - len(differ)} files are up to date")
     return 1 if options.check and differ else 0
 
 

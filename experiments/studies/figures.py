@@ -16,7 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from scores import (
+    BETTER,
     FEWEST,
+    WORSE,
     Measure,
     at,
     by_seed,
@@ -41,8 +43,8 @@ Groups = Mapping[str, Sequence[Line]]
 """Arm → its runs."""
 SIZE = Size(760, 290, 12)
 KL_BOUND = 0.05
-"""Of a run that was told no other."""
-_SAID = {end: "reward at the end", mean: "reward over the whole run"}
+"""Of a run without the flag."""
+_TITLES = {end: "reward at the end", mean: "reward over the whole run"}
 _SPARE = ("custom", "before", "time-generate", "time-optimizer", "time-evaluate", "time-reward", "time-backward")
 
 
@@ -63,7 +65,7 @@ def over_updates(tasks: Groups, axis: str, arms: str) -> Figure:
 
 
 def _over(tasks: Groups, axis: str, arms: str, xlabel: str, measure: Measure) -> Figure:
-    figure, axes = _panels([_title(task, _SAID[measure]) for task in tasks], _all_labels(tasks, arms), xlabel)
+    figure, axes = _panels([_title(task, _TITLES[measure]) for task in tasks], _all_labels(tasks, arms), xlabel)
     for ax, lines in zip(axes, tasks.values(), strict=True):
         values, names = labels(lines, axis), labels(lines, arms)
         shades, ends = colours(names), []
@@ -115,13 +117,13 @@ def curves(tasks: Mapping[str, Groups]) -> Figure:
 def changes(tasks: Groups, axis: str, base: str) -> Figure:
     """Differences to ``base`` at the end and over the whole run: thin bar Student's interval, thick bar bootstrap.
 
-    Of two seeds, no thin bar: it would be all that is seen.
+    With two seeds there is no thin bar: it would hide the rest.
     """
     rows = max(len(labels(lines, axis)) - 1 for lines in tasks.values())
     wide = max(len(x) for x in _all_labels(tasks, axis))
     size = replace(SIZE, height=(6.0 + 2.0 * rows) * SIZE.font)
     drawn = [(task, measure) for task in tasks for measure in (end, mean)]
-    titles = [_title(task, f"{_SAID[measure]}, against {base}") for task, measure in drawn]
+    titles = [_title(task, f"{_TITLES[measure]}, against {base}") for task, measure in drawn]
     figure, axes = panels(size, titles, xlabel="", left=1.5 + 0.6 * wide)
     for ax, (task, measure) in zip(axes, drawn, strict=True):
         lines = tasks[task]
@@ -130,7 +132,7 @@ def changes(tasks: Groups, axis: str, base: str) -> Figure:
             gap = difference(at(lines, **{axis: name}), at(lines, **{axis: base}), measure)
             if gap is None:
                 continue
-            shade = colour({"better": "troll", "worse": "clip"}.get(gap.says, "none"))
+            shade = colour({BETTER: "troll", WORSE: "clip"}.get(gap.says, "none"))
             bars = [(gap.student, 1.2)] * (len(gap.values) >= FEWEST) + [(gap.bootstrap, 3.2)]
             for found, width in bars:
                 if found.low is not None and found.high is not None:
@@ -237,10 +239,10 @@ def _within_reason(ax: Axes, seen: Sequence[float]) -> None:
 
 
 def _bounds(groups: Groups) -> list[float]:
-    told = {
+    bounds = {
         setting(x, "kl_bound", KL_BOUND) for g in groups.values() for x in g if setting(x, "trust_region") == "troll"
     }
-    return sorted(map(float, told))
+    return sorted(map(float, bounds))
 
 
 def _panels(titles: Sequence[str], names: Iterable[str], xlabel: str) -> tuple[Figure, list[Axes]]:

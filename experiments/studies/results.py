@@ -1,4 +1,4 @@
-"""What is kept of a run: its place in the study, its settings, and what was measured on each of its rollouts."""
+"""The result line of a run: its labels in the study, its settings, and metrics per rollout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from troll.lab.runs.folder import Line
 
 RESULTS = Path(__file__).parent / "results"
 REWARD = ("reward", "completions/mean_length", "frac_reward_zero_std")
-"""Of the rollout itself."""
+"""Metrics of the rollout."""
 MEANS = (
     *("entropy", "grad_norm", "clip_ratio/region_mean"),
     *("troll/regression", "troll/projected_fraction", "troll/mix", "troll/kl_bound", "troll/regression_coef"),
@@ -25,7 +25,7 @@ LAST = (
     *(f"troll/{name}" for name in ("kl_before/mean", "kl_before/p99", "kl_after/mean", "ratio/mean", "ratio/max")),
     *(f"troll/{name}" for name in ("sequence_kl_before", "sequence_kl_after", "kept_mass/old", "support_size/old")),
 )
-"""In the last update on a rollout, before which the network is farthest from the old policy."""
+"""From the last update on a rollout, where the network is farthest from the old policy."""
 MOST = tuple(f"troll/{name}" for name in ("kl_before/max", "solver_steps/mean", "solver_steps/max", "lost_mass"))
 """The largest of the updates on a rollout."""
 SETTINGS = (
@@ -35,7 +35,7 @@ SETTINGS = (
     *("num_generations", "updates_per_generation", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("max_steps", "max_completion_length", "temperature", "bf16", "use_liger_kernel", "seed"),
 )
-"""What decides how a run goes, said or not."""
+"""Recorded settings that affect training, whether given as a flag or not."""
 
 
 def line_of(case: Case, folder: Path) -> Line:
@@ -61,7 +61,7 @@ def line_of(case: Case, folder: Path) -> Line:
 
 
 def by_rollout(lines: Sequence[Line]) -> dict[str, list[float | None]]:
-    """A column per measure with a number per rollout, which begins with the line that has its reward."""
+    """Metric → one number per rollout; a rollout begins with the line that has its reward."""
     starts = [i for i, line in enumerate(lines) if line.get("reward") is not None]
     groups = [lines[a:b] for a, b in zip(starts, [*starts, len(lines)][1:], strict=True)]
     columns = {name: [group[0].get(name) for group in groups] for name in ("step", *REWARD)}
@@ -85,7 +85,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def short(value: float | None) -> float | None:
-    """Four digits."""
+    """Rounded to four digits."""
     return None if value is None else float(f"{value:.4g}")
 
 

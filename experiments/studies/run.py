@@ -1,12 +1,12 @@
-"""Run studies: every run of every file that has no result yet, several at a time, each with ``troll train``.
+"""Run studies: each run without a result is a ``troll train``; several run at a time.
 
     python experiments/studies/run.py configs/regions.yaml --jobs 12
     python experiments/studies/run.py configs/*.yaml --set model=FOLDER --minutes 9
     python experiments/studies/run.py configs/regions.yaml --where region=troll,clip rate=1e-5
     python experiments/studies/run.py configs/regions.yaml --list           the runs, and what is done
 
-A run that ends, well or not, becomes a line in results/STUDY.jsonl. What was begun and not finished goes on where it
-stopped; what has a line is not run again. Side by side on one GPU the runs share it: time is not compared here.
+A run that finished or failed becomes a line in results/STUDY.jsonl and is not run again; an interrupted run is resumed.
+Runs share one GPU, so that their times are not comparable.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from troll.lab.runs import append_line
 from troll.lab.runs.folder import ABOUT
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""One thread each; and nothing touches the GPU before a process is forked, which could not use it then."""
-_FORKED = multiprocessing.get_context("forkserver")  # what takes seconds to import is imported once
+"""One thread each; CUDA is not initialised before the fork, after which it could not be used."""
+_FORKED = multiprocessing.get_context("forkserver")  # slow imports happen once
 _FORKED.set_forkserver_preload(["troll.lab.training.run", "troll.lab.cli.train"])
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def _troll_train(flags: list[str], log: Path) -> None:
-    """``troll train`` in a process of its own, with what it prints in a file."""
+    """``troll train`` in a separate process, with its output in a file."""
     with log.open("ab") as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
@@ -46,9 +46,9 @@ def _troll_train(flags: list[str], log: Path) -> None:
 
 
 def train(case: Case, runs: Path, results: Path, until: float) -> str:
-    """Train one case and write down what came of it; what happened, in a word or two."""
+    """Train one case and append its result; returns its outcome for the log."""
     if time.monotonic() > until:
-        return "not begun: the time is over"
+        return "not started: no time left"
     folder = runs / case.study / case.name
     folder.parent.mkdir(parents=True, exist_ok=True)
     config = folder.with_name(f"{folder.name}.yaml")
@@ -60,7 +60,7 @@ def train(case: Case, runs: Path, results: Path, until: float) -> str:
     process.join()
     if not (folder / ABOUT).is_file():
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
-        return f"could not begin ({process.exitcode}): {' '.join(last)}"
+        return f"could not start ({process.exitcode}): {' '.join(last)}"
     line = line_of(case, folder)
     if line["status"] not in ("finished", "failed"):
         return "interrupted"
@@ -78,7 +78,7 @@ def changed(study: Study, words: list[str]) -> Study:
 
 
 def at(cases: Sequence[Case], words: list[str]) -> list[Case]:
-    """The cases with one of the given labels on each of the given axes; a label that no case has is a mistake."""
+    """The cases with one of the given labels on each of the given axes; refuses a label that no case has."""
     for axis, _, given in (word.partition("=") for word in words):
         labels = given.split(",")
         there = {case.place.get(axis) for case in cases}
@@ -89,16 +89,16 @@ def at(cases: Sequence[Case], words: list[str]) -> list[Case]:
 
 
 def main() -> int:
-    """Read, run, say what happened; 1 if a run could not begin or was interrupted."""
+    """Run the studies; 1 if a run could not start or was interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument("--set", nargs="+", default=[], metavar="FLAG=VALUE", help="for all runs, e.g. model=FOLDER")
     parser.add_argument("--seeds", type=int, nargs="+", help="only runs with these seeds")
     parser.add_argument("--where", nargs="+", default=[], metavar="AXIS=LABEL,…", help="only runs with these labels")
-    parser.add_argument("--runs", type=Path, default=Path("runs/studies"), help="where the runs are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the results are kept")
+    parser.add_argument("--runs", type=Path, default=Path("runs/studies"), help="folder of the runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--list", action="store_true", help="list the runs and do nothing")
     options = parser.parse_args()
     os.environ |= _ENVIRONMENT | os.environ
@@ -115,9 +115,9 @@ def main() -> int:
     until = time.monotonic() + 60 * options.minutes
 
     def one(case: Case) -> bool:
-        said = train(case, options.runs, options.results, until)
-        print(f"{case.study}/{case.name}: {said}", flush=True)
-        return said.startswith(("finished", "failed"))
+        outcome = train(case, options.runs, options.results, until)
+        print(f"{case.study}/{case.name}: {outcome}", flush=True)
+        return outcome.startswith(("finished", "failed"))
 
     waiting = [case for case in cases if (case.study, case.name) not in done]
     print(f"{len(cases)} runs, {len(waiting)} to do", flush=True)

@@ -1,8 +1,8 @@
-"""What a run amounts to, and what may be said of several of them.
+"""Measures of a run, and statistics over runs.
 
-A measure is a function of one result line (`results.line_of`). Lines are told apart by their labels on the axes of
-their study; lines that differ in nothing but the seed are one cell, and its interval over seeds is Student's. Two cells
-are compared with Student's interval and a bootstrap, seed by seed if the runs of a seed began with the same rollout.
+A measure is a function of one result line (`results.line_of`). Lines that differ in nothing but the seed are one cell;
+its 95 % confidence interval over seeds is Student's. Two cells are compared by Student's interval and a bootstrap,
+paired by seed if the runs of a seed began with the same rollout.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import numpy as np
 
 from troll.lab.runs.arms import ARMS
 from troll.lab.runs.folder import Line
-from troll.lab.runs.statistics import Interval, compare, interval, resampled, t_quantile
+from troll.lab.runs.statistics import Interval, interval, resampled, t_quantile
 
 Measure = Callable[[Line], float | None]
 SEED = "seed"
 RESAMPLES = 2000
 FEWEST = 3
-"""Seeds for an interval: Student's for two is 9 times as wide as their distance."""
+"""Fewest seeds for an interval: Student's for two is 9 times as wide as their distance."""
+BETTER, WORSE, INCONCLUSIVE, TOO_FEW = "better", "worse", "inconclusive", "insufficient data"
 GOOD = 0.9
-"""A setting is good if it reaches this share of the best."""
+"""A setting is good if it reaches this fraction of the best."""
 
 
 def planned(line: Line) -> int:
-    """How many rollouts the run was to make; a run that has not ended says nothing."""
+    """The planned number of rollouts; refuses a run that has not ended."""
     name = f"{line['study']}/{line['name']}"
     if line["status"] not in ("finished", "failed"):
-        raise ValueError(f"{name} is {line['status']}: only a run that finished or failed has a result; let it go on")
+        raise ValueError(f"{name} is {line['status']}: only a run that finished or failed has a result; resume it")
     missing = {"max_steps", "updates_per_generation"} - line["flags"].keys()
     if missing:
         raise ValueError(f"{name}: the study does not set {', '.join(sorted(missing))}, which say how long a run is")
@@ -44,7 +45,7 @@ def planned(line: Line) -> int:
 
 
 def rewards(line: Line) -> list[float]:
-    """The sampled reward of every planned rollout; one that a failed run did not make counts 0."""
+    """The sampled reward of every planned rollout; rollouts missing from a failed run count 0."""
     rollouts = planned(line)
     made: list[float] = line["rollouts"].get("reward", [])
     return [*made, *[0.0] * (rollouts - len(made))]
@@ -56,7 +57,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def column(line: Line, *names: str) -> list[float]:
-    """What was logged over the rollouts under the first of these names that was, without what is missing."""
+    """The values over the rollouts of the first of these metrics that was logged; missing values are left out."""
     planned(line)
     found: Iterable[float | None] = next((line["rollouts"][x] for x in names if x in line["rollouts"]), [])
     return [x for x in found if x is not None]
@@ -73,8 +74,8 @@ def mean(line: Line) -> float:
     return _mean(rewards(line))
 
 
-def held_out(line: Line) -> float | None:
-    """The last reward on held-out problems; None if there was none after training began."""
+def eval_reward(line: Line) -> float | None:
+    """The last reward on held-out problems; None without an evaluation after training began."""
     planned(line)
     return next((reward for step, reward in reversed(line["held_out"]) if step and reward is not None), None)
 
@@ -89,7 +90,7 @@ def drop(line: Line) -> float:
 
 
 def kl_max(line: Line) -> float | None:
-    """The largest KL of a token of the network's to the old policy's, in any update."""
+    """The largest token KL between network and old policy, in any update."""
     return max(column(line, "kl_before/max"), default=None)
 
 
@@ -116,7 +117,7 @@ def entropy(line: Line) -> float | None:
 
 
 def setting(line: Line, name: str, default: Any = None) -> Any:
-    """What a run was told, or else what was noted of its settings."""
+    """A flag of the run, or else its recorded setting."""
     return line["flags"].get(name, line.get("settings", {}).get(name, default))
 
 
@@ -212,7 +213,7 @@ class Difference:
     student: Interval
     bootstrap: Interval
     says: str
-    """"better", "worse", "inconclusive" or "no verdict"."""
+    """`BETTER`, `WORSE`, `INCONCLUSIVE` (an interval contains 0) or `TOO_FEW`."""
     terms: tuple[list[float], list[float] | None]
     """What is resampled: the differences of the seeds, or the one side and the other."""
 
@@ -223,11 +224,11 @@ class Difference:
 
 
 def difference(a: Sequence[Line], b: Sequence[Line], measure: Measure, higher: bool = True) -> Difference | None:
-    """Whether ``a`` is better than ``b``, seed by seed if their runs began alike; None if there is nothing to compare.
+    """The difference of two cells, paired by seed if their runs began alike; None without a common seed.
 
     n seeds have few distinct resamples, C(2n − 1, n): 10 for three, 126 for five. So with three to five seeds the
     bootstrap is too narrow; for three it reaches from the smallest to the largest difference, which covers 75 %, not
-    95 %. A verdict needs both intervals to leave out 0, and in practice Student's decides.
+    95 %. A difference needs both intervals to exclude 0, and in practice Student's decides.
     """
     first, second = by_seed(a, measure), by_seed(b, measure)
     both = [seed for seed in first if seed in second]
@@ -235,20 +236,55 @@ def difference(a: Sequence[Line], b: Sequence[Line], measure: Measure, higher: b
         return None
     if not began_alike(a, b):
         return _unpaired(first, second, higher)
-    verdict = compare([first[x] for x in both], [second[x] for x in both], "it", higher_is_better=higher)
     values = {seed: first[seed] - second[seed] for seed in both}
-    bootstrap = resampled(list(values.values()))
-    says = verdict.says.removeprefix("it is ")
-    if says in ("better", "worse") and _contains_zero(bootstrap):
-        says = "inconclusive"
-    return Difference(values, verdict.difference, bootstrap, says, (list(values.values()), None))
+    gaps = list(values.values())
+    student, bootstrap = interval(gaps), resampled(gaps)
+    if len(gaps) < 2 or _all_equal(gaps, [*first.values(), *second.values()]):
+        says = TOO_FEW
+    elif _contains_zero(student) or _contains_zero(bootstrap):
+        says = INCONCLUSIVE
+    else:
+        says = BETTER if (student.mean > 0) == higher else WORSE
+    return Difference(values, student, bootstrap, says, (gaps, None))
+
+
+def _all_equal(gaps: Sequence[float], values: Sequence[float]) -> bool:
+    """Whether all seeds differ by the same amount that is not 0: then nothing is known about the spread."""
+    centre, size = _mean(gaps), max(map(abs, values))
+    return centre != 0 and float(np.std(gaps, ddof=1)) <= 1e-9 * size
+
+
+def p_value(gaps: Sequence[float]) -> float:
+    """Two-sided p of Student's t-test that the mean of some paired differences is 0.
+
+    The distribution function has a finite sum for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+    degrees = len(gaps) - 1
+    error = float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
+    angle = math.atan2(abs(_mean(gaps)), error * math.sqrt(degrees))
+    odd = degrees % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(1, (degrees - odd) // 2 + 1):
+        total += term
+        term *= math.cos(angle) ** 2 * ((2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
+    within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    return max(0.0, 1.0 - within)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm-corrected p of some tests, in their order."""
+    corrected, least = [0.0] * len(values), 0.0
+    for rank, i in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
+        least = max(least, min(1.0, (len(values) - rank) * values[i]))
+        corrected[i] = least
+    return corrected
 
 
 def began_alike(a: Sequence[Line], b: Sequence[Line]) -> bool:
     """Whether runs with one seed had the same first rollout, which no setting of an update has touched yet.
 
-    They have not if they were made with other kernels, or with rollouts of another size: then a seed is nothing that
-    two runs share. Of runs that did not note it nothing is known, and they are taken to.
+    They did not if they used different kernels or another rollout size; then two runs with the same seed have nothing
+    in common. Runs that did not record it are assumed to have begun alike.
     """
     firsts = [{_seed(line): _first(line) for line in lines} for lines in (a, b)]
     return all(firsts[0][seed] == firsts[1][seed] for seed in firsts[0].keys() & firsts[1].keys())
@@ -265,15 +301,15 @@ def _unpaired(a: dict[str, float], b: dict[str, float], higher: bool) -> Differe
     gap = _mean(x) - _mean(y)
     values = {seed: value - _mean(y) for seed, value in a.items()}
     if min(len(x), len(y)) < 2:
-        return Difference(values, Interval(gap, None, None), Interval(gap, None, None), "no verdict", (x, y))
+        return Difference(values, Interval(gap, None, None), Interval(gap, None, None), TOO_FEW, (x, y))
     parts = [float(np.var(z, ddof=1)) / len(z) for z in (x, y)]
     error = sum(parts)
     share = sum(part**2 / (len(z) - 1) for part, z in zip(parts, (x, y), strict=True))
     half = t_quantile(max(1, int(error**2 / share))) * math.sqrt(error) if error else 0.0
     student, bootstrap = Interval(gap, gap - half, gap + half), stratified([x], [y])
     if not error or _contains_zero(student) or _contains_zero(bootstrap):
-        return Difference(values, student, bootstrap, "inconclusive" if error else "no verdict", (x, y))
-    return Difference(values, student, bootstrap, "better" if (gap > 0) == higher else "worse", (x, y))
+        return Difference(values, student, bootstrap, INCONCLUSIVE if error else TOO_FEW, (x, y))
+    return Difference(values, student, bootstrap, BETTER if (gap > 0) == higher else WORSE, (x, y))
 
 
 def stratified(values: Sequence[Sequence[float]], less: Sequence[Sequence[float] | None] | None = None) -> Interval:
@@ -281,7 +317,7 @@ def stratified(values: Sequence[Sequence[float]], less: Sequence[Sequence[float]
 
     Seeds are resampled within each stratum, as Agarwal et al. (2021) do: strata are given, seeds are chance. However
     many strata there are, n seeds in each make it narrower by √((n − 1) / n): with three, 89 % are covered, not 95 %.
-    With ``less``, from a stratum's mean that of other runs is taken, whose seeds are resampled by themselves.
+    With ``less``, the mean of other runs, resampled separately, is subtracted from that of each stratum.
     """
     rng = np.random.default_rng(0)
     others = less or [None] * len(values)
@@ -299,14 +335,14 @@ def stratified(values: Sequence[Sequence[float]], less: Sequence[Sequence[float]
 
 @dataclass(frozen=True)
 class Finalist:
-    """An arm at the best value of the axis that was swept, and the runs that it is judged by."""
+    """An arm at the best value of the swept axis, and the runs that evaluate it."""
 
     value: str | None
     lines: list[Line]
     chosen_on: list[str]
-    """The seeds that the value was chosen on; none if there was nothing to choose."""
+    """The seeds that the value was chosen on; empty without a sweep."""
     fresh: bool
-    """Whether it is judged on other seeds than those."""
+    """Whether it is evaluated on other seeds than those."""
 
 
 def best(lines: Sequence[Line], arms: str, sweep: str, measure: Measure = end) -> dict[str, str]:
@@ -317,9 +353,9 @@ def best(lines: Sequence[Line], arms: str, sweep: str, measure: Measure = end) -
 def finalists(
     lines: Sequence[Line], arms: str, sweep: str | None, fresh: Sequence[Line] = (), measure: Measure = end
 ) -> dict[str, Finalist]:
-    """Each arm at its best, judged on fresh seeds if there are any at all, else on those it was chosen on.
+    """Each arm at its best, evaluated on fresh seeds if the study has any, else on the seeds it was chosen on.
 
-    Where there are fresh runs, an arm that has none at its best value has nothing to be judged by.
+    Where there are fresh runs, an arm without one at its best value has no runs.
     """
     if sweep is None:
         return {arm: Finalist(None, at(lines, **{arms: arm}), [], False) for arm in labels(lines, arms)}

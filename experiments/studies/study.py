@@ -1,4 +1,4 @@
-"""A study: one question, settings that all runs share, and axes whose product is the runs.
+"""Studies: a question, settings shared by all runs, and axes whose product is the runs.
 
 ```yaml
 question: Does the bound matter?
@@ -27,7 +27,7 @@ ALWAYS: Flags = {"measure_kl": True, "save_model": False, "keep_checkpoints": Fa
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a study: where it is on each axis, and the flags of ``troll train`` that make it."""
+    """One run of a study: its label on each axis, and its flags of ``troll train``."""
 
     study: str
     place: dict[str, str]
@@ -35,13 +35,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """A name for its folder."""
+        """The name of its folder."""
         return re.sub(r"[^\w.+-]+", "_", "-".join(self.place.values()))
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a file of settings says."""
+    """A study file, read."""
 
     name: str
     question: str
@@ -51,7 +51,7 @@ class Study:
     def read(cls, path: Path) -> Study:
         """The study in a file, with all its runs in order: the last axis varies fastest, but seeds slowest of all.
 
-        So a study that is cut short has whole seeds rather than some settings with all of them.
+        A study that is cut short then has complete seeds.
         """
         text = yaml.safe_load(path.read_text(encoding="utf-8"))
         unknown = set(text) - {"question", "shared", "axes"}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from scores import (
+    BETTER,
     FEWEST,
     Difference,
     Finalist,
@@ -19,14 +20,16 @@ from scores import (
     drop,
     end,
     entropy,
+    eval_reward,
     factor,
-    held_out,
+    holm,
     kl_max,
     kl_mean,
     labels,
     mean,
     ordered,
     over_seeds,
+    p_value,
     seeds,
     sequence_kl,
     sequence_kl_after,
@@ -39,29 +42,38 @@ from troll.lab.runs.statistics import Interval
 
 NONE = "–"
 AUTHORS, DEFAULT = "troll", "troll-0.2"
-"""The arms with the authors' bound and with our default; all with our projection are named after the first."""
-_END = "Mean sampled reward over the last quarter of the rollouts (0 for those that a failed run did not make)"
+"""The arms with the authors' bound and with our default; all arms with the projection begin with the first."""
+RIVALS = {
+    DEFAULT: "TROLL, ε = 0.2 (default)",
+    "clip": "clip ±0.2",
+    "clip-0.4": "clip ±0.4",
+    "gspo": "GSPO's sequence clip",
+    "none": "no constraint",
+}
+"""Arms of the table in the README."""
+_END = "Mean sampled reward over the last quarter of the rollouts (rollouts missing from a failed run count 0)"
 _WHOLE = "Mean sampled reward over the whole run"
-_SAID: dict[Measure, str] = {end: _END, mean: _WHOLE, held_out: "Last reward on held-out problems"}
+_MEASURES: dict[Measure, str] = {end: _END, mean: _WHOLE, eval_reward: "Last reward on held-out problems"}
 _PAIRED = (
-    "paired by seed, or marked ° and not paired where the runs of a seed did not begin with the same rollout (another "
-    "kernel, another size)"
+    "paired by seed; marked ° and not paired where the runs of a seed did not begin with the same rollout (different "
+    "kernel or size)"
 )
 _RULE = (
-    f"Differences are {_PAIRED}: Student's 95 % interval, or Welch's, then a bootstrap over seeds, which is too narrow "
-    "for so few. A verdict needs both to leave out 0; not corrected for the number of comparisons."
+    f"Differences are {_PAIRED}: ± Student's or Welch's 95 % confidence interval, then in brackets a bootstrap over "
+    "seeds, which is too narrow for so few. Better or worse: both intervals exclude 0; inconclusive: one contains 0. "
+    "Not corrected for multiple comparisons."
 )
 
 
 class Table(NamedTuple):
-    """Rows in Markdown, and what must be said about them."""
+    """Rows in Markdown, and the note below them."""
 
     rows: str
     note: str
 
 
 def joined(found: Mapping[str, Table]) -> str:
-    """Several tables under their titles; a note that all of them share stands once, at the end."""
+    """Several tables under their titles; a note that all of them share comes once, at the end."""
     shared = len({x.note for x in found.values()}) == 1
     parts = []
     for title, each in found.items():
@@ -81,37 +93,37 @@ def sweep_table(lines: Sequence[Line], arms: str, sweep: str, measure: Measure =
             text = score(at(lines, **{arms: arm, sweep: value}), measure, most)
             cells.append(_bold(text) if value == chosen[arm] else text)
         rows.append([arm, *cells, _width(good[arm].of_all), _width(good[arm].of_own)])
-    head = [f"{arms} \\ {sweep}", *values, "≥ 90 % of the best", "≥ 90 % of its own best"]
+    head = [f"{_title(arms)} \\ {_title(sweep)}", *values, "≥ 90 % of the best", "≥ 90 % of this arm's best"]
     return table(
         head,
         rows,
-        f"{_SAID[measure]} ± Student's 95 % interval, {_count(most)}. Bold: the best of the row. "
-        "Last columns: how many values come near, and the factor between the largest and the smallest of them.",
+        f"{_MEASURES[measure]} ± Student's 95 % confidence interval, {_count(most)}. Bold: the best of the row. "
+        "Last columns: number of values at that level, and the ratio of the largest to the smallest of them.",
     )
 
 
 def best_table(
     found: Mapping[str, Finalist], base: str, sweep: str | None, study: str = "", chosen_by: Measure = end
 ) -> Table:
-    """Rows arms at their best: what they reached, and the differences to ``base`` in ``end`` and over the whole run."""
+    """Rows: arms at their best, with their scores and the differences to ``base`` in ``end`` and over the whole run."""
     most = max(len(x.lines) for x in found.values())
     rows = []
     for arm, finalist in found.items():
-        scores = [score(finalist.lines, measure, most) for measure in (end, mean, held_out, drop)]
+        scores = [score(finalist.lines, measure, most) for measure in (end, mean, eval_reward, drop)]
         other = found[base].lines if base in found and arm != base else []
         against = [_in_one(difference(finalist.lines, other, measure) if other else None) for measure in (end, mean)]
         rows.append([arm, *([finalist.value or NONE] if sweep else []), *scores, *against])
-    head = ["arm", *([sweep] if sweep else []), "end", "whole run", "held-out", "largest drop"]
+    head = ["arm", *([_title(sweep)] if sweep else []), "end", "whole run", "held-out", "largest drop"]
     return table(
         [*head, f"end, against {base}", f"whole run, against {base}"],
         rows,
-        f"{_END}, over the whole run, last held-out reward, and largest fall of the reward from its highest; ± "
-        f"Student's 95 % interval, {_count(most)}. {_told(found, sweep, study, chosen_by)}{_RULE}",
+        f"{_END}, over the whole run, last held-out reward, and largest drop of the reward below its maximum; ± "
+        f"Student's 95 % confidence interval, {_count(most)}. {_selection(found, sweep, study, chosen_by)}{_RULE}",
     )
 
 
 def pairs_table(found: Mapping[str, Finalist]) -> Table | None:
-    """Rows the arms with our projection, columns all others and two bounds: who is ahead over the whole run."""
+    """Rows: arms with the projection; columns: all others and two bounds; differences over the whole run."""
     ours = [arm for arm in found if arm.split("-")[0] == AUTHORS and found[arm].lines]
     others = [arm for arm in found if arm.split("-")[0] != AUTHORS and found[arm].lines]
     if not ours or len(others) < 2:
@@ -125,8 +137,8 @@ def pairs_table(found: Mapping[str, Finalist]) -> Table | None:
     return table(
         ["whole run, row − column", *others],
         rows,
-        f"{_WHOLE}; differences, {_PAIRED}, ± Student's 95 % interval or Welch's, {_count(most)}. Bold: better by this "
-        "interval and by a bootstrap; not corrected for the number of comparisons.",
+        f"{_WHOLE}; differences, {_PAIRED}; ± Student's or Welch's 95 % confidence interval, {_count(most)}. Bold: "
+        "better by this interval and by a bootstrap; not corrected for multiple comparisons.",
     )
 
 
@@ -143,7 +155,58 @@ def overview_table(tasks: Mapping[str, Mapping[str, Finalist]]) -> Table:
     return table(
         ["arm", *(f"{task}, {'one seed' if n == 1 else f'{n} seeds'}" for task, n in most.items())],
         rows,
-        f"{_WHOLE}, every arm at the best of its rates; ± Student's 95 % interval where there are seeds enough.",
+        f"{_WHOLE}, every arm at its best learning rate; ± Student's 95 % confidence interval.",
+    )
+
+
+def readme_table(
+    tasks: Mapping[str, Mapping[str, Finalist]], high: Mapping[str, Mapping[str, Sequence[Line]]], rate: str
+) -> Table:
+    """Rows: tasks, at the best learning rates and at a high one; columns: the default bound and its rivals."""
+    rows = []
+    for task, found in tasks.items():
+        cells = [score(found[arm].lines, mean, 0) if arm in found else NONE for arm in RIVALS]
+        rows.append([f"{task}, best learning rate", *cells])
+    for task, cells_at in high.items():
+        rows.append([f"{task}, learning rate {rate}", *(score(cells_at.get(arm, []), end, 0) for arm in RIVALS)])
+    seeds_best = max(len(x.lines) for found in tasks.values() for x in found.values())
+    seeds_high = max(len(x) for cells_at in high.values() for x in cells_at.values())
+    return table(
+        ["", *RIVALS.values()],
+        rows,
+        "Best learning rate of each method: mean reward over the whole run ± 95 % confidence interval, "
+        f"{seeds_best} fresh seeds. Learning rate {rate}: mean reward over the last quarter of the run, "
+        f"{seeds_high} seeds.",
+    )
+
+
+def differences_table(tasks: Mapping[str, Mapping[str, Finalist]], arms: Sequence[str], bases: Sequence[str]) -> Table:
+    """Rows: an arm minus another one on a task; columns: paired difference and Holm-corrected p, whole run and end."""
+    pairs = [
+        (task, arm, base)
+        for task, found in tasks.items()
+        for arm in arms
+        for base in bases
+        if all(name in found and found[name].lines for name in (arm, base))
+    ]
+    columns = []
+    for measure in (mean, end):
+        gaps = [difference(tasks[task][arm].lines, tasks[task][base].lines, measure) for task, arm, base in pairs]
+        found = [gap for gap in gaps if gap is not None and gap.paired]
+        if len(found) < len(pairs):
+            raise ValueError("differences with a Holm-corrected p have to be paired by seed")
+        corrected = holm([p_value(list(gap.values.values())) for gap in found])
+        columns += [[plus_minus(gap.student, 3, "+") for gap in found], [_probability(p) for p in corrected]]
+    rows = [
+        [task, f"{arm} − {base}", *cells]
+        for (task, arm, base), cells in zip(pairs, zip(*columns, strict=True), strict=True)
+    ]
+    return table(
+        ["task", "arms", "whole run", "p", "end", "p"],
+        rows,
+        "Paired difference of the mean sampled reward over the whole run, and over the last quarter of the rollouts; ± "
+        f"Student's 95 % confidence interval; p of the paired t-test, Holm-corrected over the {len(rows)} comparisons "
+        "of the column. Bold: p < 0.05; everything else is inconclusive.",
     )
 
 
@@ -157,13 +220,13 @@ def axis_table(lines: Sequence[Line], axis: str, arms: str, base: str) -> Table:
             mine, other = (at(lines, **{axis: value, arms: x}) for x in (arm, base))
             gap = difference(mine, other, end) if mine and other and arm != base else None
             text = score(mine, end, most)
-            cells.append(_bold(text) if gap and gap.says == "better" else text)
+            cells.append(_bold(text) if gap and gap.says == BETTER else text)
         rows.append([value, *cells])
     return table(
-        [f"{axis} \\ {arms}", *names],
+        [f"{_title(axis)} \\ {_title(arms)}", *names],
         rows,
-        f"{_END} ± Student's 95 % interval, {_count(most)}. Bold: better than {base} in the same row, by Student's "
-        "interval and a bootstrap; not corrected for the number of comparisons.",
+        f"{_END} ± Student's 95 % confidence interval, {_count(most)}. Bold: better than {base} in the same row, by "
+        "Student's interval and a bootstrap; not corrected for multiple comparisons.",
     )
 
 
@@ -180,7 +243,7 @@ def changes_table(lines: Sequence[Line], axis: str, base: str) -> Table:
     return table(
         [axis, "end", "whole run", f"end, against {base}", f"whole run, against {base}"],
         rows,
-        f"{_END}, and over the whole run; ± Student's 95 % interval, {_count(most)}. {_RULE}",
+        f"{_END}, and over the whole run; ± Student's 95 % confidence interval, {_count(most)}. {_RULE}",
     )
 
 
@@ -201,12 +264,12 @@ def overall_table(tasks: Sequence[Mapping[str, Sequence[Line]]], base: str) -> T
         ["arm", "end, mean of the tasks", "bootstrap", f"end, against {base}", "bootstrap"],
         rows,
         f"{_END}, mean of {len(tasks)} tasks; 95 % bootstrap, seeds resampled within each task, somewhat too narrow "
-        "for few seeds. No verdict on all tasks together.",
+        "for few seeds.",
     )
 
 
 def network_table(groups: Mapping[str, Sequence[Line]]) -> Table:
-    """What the network did, row by row: how far from the old policy it went, and what the trust region did about it."""
+    """Rows: groups of runs; columns: KL of the network to the old policy, and what the trust region did."""
     rows = []
     for name, lines in groups.items():
         if lines:
@@ -219,9 +282,9 @@ def network_table(groups: Mapping[str, Sequence[Line]]) -> Table:
         ["", *kl, "tokens projected or clipped", "solver steps", "kept mass", "tokens kept", "entropy, end"],
         rows,
         "Token and sequence KL of the network to the old policy in the last update on a rollout, mean over the "
-        "rollouts; largest token KL of a run in any update; share of tokens that were projected or clipped; solver "
-        "steps: mean (largest); mass and number of tokens kept of the old policy; entropy over the last quarter. ± "
-        f"Student's 95 % interval, {_count(most)}.",
+        "rollouts; largest token KL of a run in any update; fraction of tokens projected or clipped; solver steps: "
+        "mean (largest); mass and number of tokens kept of the old policy; entropy over the last quarter. ± Student's "
+        f"95 % confidence interval, {_count(most)}.",
     )
 
 
@@ -231,21 +294,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Tabl
     return Table(body, note)
 
 
-def _told(found: Mapping[str, Finalist], sweep: str | None, study: str, chosen_by: Measure) -> str:
-    """Where the best values come from."""
+def _selection(found: Mapping[str, Finalist], sweep: str | None, study: str, chosen_by: Measure) -> str:
+    """How the best values were chosen, and on which seeds they are evaluated."""
     chosen = next(iter(found.values()))
     if not chosen.chosen_on:
         return ""
-    judged = seeds(line for finalist in found.values() for line in finalist.lines)
-    fresh = f"judged on fresh seeds {', '.join(judged)}{f' of `{study}`' if study else ''}"
-    same = "judged on the same seeds, where what was chosen for being high looks too high"
+    evaluated = seeds(line for finalist in found.values() for line in finalist.lines)
+    fresh = f"evaluated on fresh seeds {', '.join(evaluated)}{f' of `{study}`' if study else ''}"
+    same = "evaluated on the same seeds, which favours what was chosen"
     on = ", ".join(chosen.chosen_on)
     by = "`end`" if chosen_by is end else "the whole run"
-    return f"The best {sweep} of each arm by {by} on seeds {on}; {fresh if chosen.fresh else same}. "
+    return f"The best {_title(sweep or '')} of each arm by {by} on seeds {on}; {fresh if chosen.fresh else same}. "
 
 
 def score(lines: Sequence[Line], measure: Measure, most: int) -> str:
-    """A cell over its seeds: mean, interval, and what is missing of it."""
+    """A cell over its seeds: mean, interval, missing seeds and failed runs."""
     if not lines:
         return NONE
     found, values = over_seeds(lines, measure), by_seed(lines, measure)
@@ -254,12 +317,12 @@ def score(lines: Sequence[Line], measure: Measure, most: int) -> str:
     return plus_minus(found, 3) + (f" ({', '.join(remarks)})" if remarks else "")
 
 
-def plus_minus(found: Interval | None, places: int) -> str:
+def plus_minus(found: Interval | None, places: int, sign: str = "") -> str:
     """Mean ± half the interval."""
     if found is None:
         return NONE
     half = "" if found.high is None else f" ± {found.high - found.mean:.{places}f}"
-    return decimals(found.mean, places) + half
+    return decimals(found.mean, places, sign) + half
 
 
 def significant(found: Interval | None) -> str:
@@ -273,6 +336,15 @@ def decimals(value: float, places: int = 3, sign: str = "") -> str:
     return f"{value:{sign}.{places}f}".replace("-", "−")
 
 
+def _probability(p: float) -> str:
+    return _bold(f"{p:.3f}") if p < 0.05 else f"{p:.2f}"
+
+
+def _title(axis: str) -> str:
+    """An axis of a study, as the head of a column."""
+    return {"rate": "learning rate", "region": "arm", "updates": "updates per rollout"}.get(axis, axis)
+
+
 def _ends(found: Interval, sign: str = "+") -> str:
     if found.low is None or found.high is None:
         return NONE
@@ -283,7 +355,7 @@ def _against(gap: Difference | None) -> list[str]:
     if gap is None:
         return [NONE] * 3
     half = "" if gap.student.high is None else f" ± {gap.student.high - gap.student.mean:.3f}"
-    says = _bold(gap.says) if gap.says == "better" else gap.says
+    says = _bold(gap.says) if gap.says == BETTER else gap.says
     return [decimals(gap.student.mean, sign="+") + half + "°" * (not gap.paired), _ends(gap.bootstrap), says]
 
 
@@ -296,7 +368,7 @@ def _in_one(gap: Difference | None) -> str:
 def _briefly(gap: Difference | None) -> str:
     """The same without the bootstrap; in bold where it is better."""
     student, _, _ = _against(gap)
-    return _bold(student) if gap is not None and gap.says == "better" else student
+    return _bold(student) if gap is not None and gap.says == BETTER else student
 
 
 def _width(values: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""A GGUF file → a folder of fp32 weights, as ``troll train`` takes it.
+"""Convert a GGUF file to a folder with an fp32 model for ``troll train``.
 
     python experiments/studies/weights.py qwen2.5-coder-1.5b-instruct-q4_k_m.gguf qwen
 
@@ -18,7 +18,7 @@ from troll.lab.models.embedded import convert_gguf
 
 
 def repair(model: Any, tokenizer: Any) -> None:
-    """The end of a turn is the end; and a head that is the table of tokens once more, stored finer, is tied to it."""
+    """Set the end-of-turn token as end of sequence, and tie a head that repeats the embedding at higher precision."""
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if torch.cosine_similarity(head.weight[:1000], table.weight[:1000]).mean() > 0.99:

@@ -14,11 +14,11 @@ sys.path.insert(0, str(STUDIES))
 
 import analyse
 import figures
+import network_runs
 import results
 import scores
 import study
 import tables
-import whole
 
 __all__ = [
     "STUDIES",
@@ -29,11 +29,11 @@ __all__ = [
     "flat",
     "line",
     "network",
+    "network_runs",
     "results",
     "scores",
     "study",
     "tables",
-    "whole",
     "write",
 ]
 Line = dict[str, Any]

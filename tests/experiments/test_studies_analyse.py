@@ -45,7 +45,7 @@ def run(tmp_path):
     """The command, in a folder of its own."""
 
     def run(*flags):
-        where = ["--results", tmp_path / "results", "--page", tmp_path / "page.md", "--out", tmp_path / "out"]
+        where = ["--results", tmp_path / "results", "--pages", tmp_path / "page.md", "--out", tmp_path / "out"]
         return analyse.main([*map(str, where), *flags])
 
     return run
@@ -92,7 +92,7 @@ def test_from_results_to_tables_and_figures(tmp_path, run, capsys):
     }
     text = (tmp_path / "out" / "tables.md").read_text()
     best = table_of(text, "regions-best")
-    assert best.count("judged on fresh seeds 10, 11, 12, 13 of `final`") == 1
+    assert best.count("evaluated on fresh seeds 10, 11, 12, 13 of `final`") == 1
     assert [x for x in best.splitlines() if x.startswith("**")] == ["**easy**", "**hard**", "**all together**"]
     # Ahead by 0.1, 0.102, 0.104, 0.106; 3.182 · 0.00258 / √4 = 0.004, and a bootstrap that must be narrower.
     assert best.count("| troll | 1e-05 | 0.453 ± 0.210 | 0.453 ± 0.210 | 0.453 ± 0.210 | 0.000 ± 0.000 |") == 2
@@ -102,7 +102,7 @@ def test_from_results_to_tables_and_figures(tmp_path, run, capsys):
     assert "| troll, 1e-05 | 0.0200 ± 0.0000 |" in table_of(text, "regions-network")
     assert "| clip, 4e-05 |" in table_of(text, "regions-network-rates")
     assert "| troll, 8 |" in table_of(text, "updates-network")
-    assert "judged on" not in table_of(text, "gsm8k-best")
+    assert "evaluated on" not in table_of(text, "gsm8k-best")
     assert "regions-best" not in capsys.readouterr().err
 
 
@@ -176,7 +176,7 @@ def test_without_results_nothing_is_written(tmp_path, run):
 def test_another_process_writes_the_same_bytes(tmp_path, run):
     some(tmp_path / "results")
     run()
-    where = {"--results": "results", "--page": "page.md", "--out": "out"}
+    where = {"--results": "results", "--pages": "page.md", "--out": "out"}
     flags = [word for flag, name in where.items() for word in (flag, str(tmp_path / name))]
     command = [sys.executable, str(STUDIES / "analyse.py"), "--check", *flags]
     environment = {**os.environ, "PYTHONHASHSEED": "7"}  # another order in every set

@@ -195,7 +195,7 @@ def test_a_study_from_its_file_to_its_results(folder):
     assert (code, said[0]) == (1, "3 runs, 3 to do"), error
     whole, bad, killed = sorted(said[1:])
     assert whole.startswith("tiny/troll-0: finished, reward ")
-    assert bad.startswith("tiny/troll-1: could not begin (")
+    assert bad.startswith("tiny/troll-1: could not start (")
     assert "trust_regoin" in bad
     lines = {line["name"]: line for line in results.read(folder / "results", "tiny")}
     line = lines["troll-0"]

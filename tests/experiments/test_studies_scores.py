@@ -47,7 +47,7 @@ def test_a_run_that_failed_at_once_has_a_score_too():
     run = line([], planned=4, status="failed")
     run["rollouts"] = {}
     assert (scores.end(run), scores.mean(run), scores.drop(run)) == (0, 0, 0)
-    assert scores.held_out(run) is scores.kl_max(run) is scores.entropy(run) is None
+    assert scores.eval_reward(run) is scores.kl_max(run) is scores.entropy(run) is None
 
 
 def test_the_drop_is_the_largest_fall_of_a_mean_of_three():
@@ -62,9 +62,9 @@ def test_the_drop_is_the_largest_fall_of_a_mean_of_three():
 
 def test_held_out_is_the_last_after_training_began():
     run = line([0.5] * 4)
-    assert scores.held_out(run | {"held_out": [[0, 0.1], [4, 0.3], [8, 0.25]]}) == 0.25
-    assert scores.held_out(run | {"held_out": [[0, 0.1], [4, 0.3], [8, None]]}) == 0.3
-    assert scores.held_out(run | {"held_out": [[0, 0.1]], "status": "failed"}) is None
+    assert scores.eval_reward(run | {"held_out": [[0, 0.1], [4, 0.3], [8, 0.25]]}) == 0.25
+    assert scores.eval_reward(run | {"held_out": [[0, 0.1], [4, 0.3], [8, None]]}) == 0.3
+    assert scores.eval_reward(run | {"held_out": [[0, 0.1]], "status": "failed"}) is None
 
 
 def test_what_the_network_did():
@@ -93,7 +93,7 @@ def test_entropy_at_the_end_of_a_failed_run_is_what_was_made_of_the_last_quarter
 
 
 MEASURES = [
-    *(scores.end, scores.mean, scores.held_out, scores.drop, scores.kl_max, scores.kl_mean),
+    *(scores.end, scores.mean, scores.eval_reward, scores.drop, scores.kl_max, scores.kl_mean),
     *(scores.sequence_kl, scores.sequence_kl_after, scores.entropy),
 ]
 
@@ -146,7 +146,7 @@ def test_a_cell_has_students_interval():
     assert found is not None
     assert found.mean == pytest.approx(0.6)
     assert found.high - found.mean == pytest.approx(4.303 * 0.1 / math.sqrt(3))  # t(2), deviation, three seeds
-    assert scores.over_seeds([line([], planned=4, status="failed")], scores.held_out) is None
+    assert scores.over_seeds([line([], planned=4, status="failed")], scores.eval_reward) is None
 
 
 def test_arms_are_paired_by_seed_in_whatever_order_and_only_where_both_have_it():
@@ -170,7 +170,7 @@ def test_a_verdict_needs_both_intervals():
     assert sure.says == "better"
     assert scores.difference(base, cell([0.19, 0.2, 0.21]), scores.end).says == "worse"
     assert scores.difference(cell([0.19, 0.2, 0.21]), base, scores.end, higher=False).says == "worse"
-    assert scores.difference(cell([0.2]), cell([0.0]), scores.end).says == "no verdict"
+    assert scores.difference(cell([0.2]), cell([0.0]), scores.end).says == "insufficient data"
 
 
 def test_a_bootstrap_that_reaches_0_takes_a_verdict_back():
@@ -241,9 +241,9 @@ def test_seeds_are_paired_only_if_their_runs_began_with_the_same_rollout():
 
 def test_what_is_unpaired_needs_two_runs_on_each_side_and_a_spread():
     few = scores.difference(began(cell([0.9, 0.8]), 1.0), began(cell([0.1]), 2.0), scores.end)
-    assert (few.says, few.student) == ("no verdict", scores.Interval(pytest.approx(0.75), None, None))
+    assert (few.says, few.student) == ("insufficient data", scores.Interval(pytest.approx(0.75), None, None))
     equal = scores.difference(began(cell([0.9, 0.9]), 1.0), began(cell([0.1, 0.1]), 2.0), scores.end)
-    assert equal.says == "no verdict"
+    assert equal.says == "insufficient data"
     noise = scores.difference(began(cell([0.1, 0.9, 0.5]), 1.0), began(cell([0.2, 0.8, 0.3]), 2.0), scores.end)
     assert noise.says == "inconclusive"
 
@@ -311,3 +311,17 @@ def test_the_width_is_what_comes_near_the_best():
     assert scores.factor([]) is None
     exactly = sweep({"a": {"1": [1.0], "2": [0.9], "3": [0.8999]}})
     assert scores.widths(exactly, "region", "rate")["a"].of_all == ["1", "2"]
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 5, 6, 9])
+def test_p_is_5_percent_where_the_interval_touches_0(seeds):
+    gaps = [math.sin(i) for i in range(seeds)]
+    found = scores.interval(gaps)
+    assert scores.p_value([x - found.low for x in gaps]) == pytest.approx(0.05, abs=1e-4)  # quantiles of four digits
+    assert scores.p_value([x - found.high for x in gaps]) == pytest.approx(0.05, abs=1e-4)  # quantiles of four digits
+    assert scores.p_value([x - found.mean for x in gaps]) == pytest.approx(1)
+
+
+def test_holm_corrects_from_the_smallest_on():
+    assert scores.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert scores.holm([0.6, 0.5]) == [1.0, 1.0]

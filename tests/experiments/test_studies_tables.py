@@ -16,12 +16,12 @@ SWEEP = [
 def test_a_sweep():
     # Student: 4.303 · 0.02 / √3 = 0.050; none of two. 90 % of 0.62 is 0.558, of 0.6 it is 0.54.
     assert tables.sweep_table(SWEEP, "region", "rate").rows.splitlines() == [
-        "| region \\ rate | 1e-05 | 4e-05 | ≥ 90 % of the best | ≥ 90 % of its own best |",
+        "| arm \\ learning rate | 1e-05 | 4e-05 | ≥ 90 % of the best | ≥ 90 % of this arm's best |",
         "| --- | --- | --- | --- | --- |",
         "| troll | 0.520 ± 0.050 | **0.620 ± 0.050** | 1 (×1) | 1 (×1) |",
         "| clip | **0.600 ± 0.000** | 0.150 (n = 2) | 1 (×1) | 1 (×1) |",
     ]
-    assert "± Student's 95 % interval, 3 seeds." in tables.sweep_table(SWEEP, "region", "rate").note
+    assert "± Student's 95 % confidence interval, 3 seeds." in tables.sweep_table(SWEEP, "region", "rate").note
     holes = [x for x in SWEEP if x["place"] != {"seed": "0", "region": "clip", "rate": "4e-05"}]
     assert "0.200 (n = 1)" in tables.sweep_table(holes, "region", "rate").rows
     holes = [x for x in holes if not (x["place"]["region"] == "clip" and x["place"]["rate"] == "4e-05")]
@@ -32,13 +32,16 @@ def test_best_against_best_on_the_same_seeds():
     found = tables.best_table(scores.finalists(SWEEP, "region", "rate"), "clip", "rate")
     # Differences 0, 0.02, 0.04: bootstrap of three seeds from the smallest to the largest.
     assert found.rows.splitlines() == [
-        "| arm | rate | end | whole run | held-out | largest drop | end, against clip | whole run, against clip |",
+        "| arm | learning rate | end | whole run | held-out | largest drop "
+        "| end, against clip | whole run, against clip |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| troll | 4e-05 | 0.620 ± 0.050 | 0.620 ± 0.050 | 0.620 ± 0.050 | 0.000 ± 0.000 "
         "| +0.020 ± 0.050 (+0.000 to +0.040), inconclusive | +0.020 ± 0.050 (+0.000 to +0.040), inconclusive |",
         "| clip | 1e-05 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.600 ± 0.000 | 0.000 ± 0.000 | – | – |",
     ]
-    assert "The best rate of each arm by `end` on seeds 0, 1, 2; judged on the same seeds, where" in found.note
+    assert (
+        "The best learning rate of each arm by `end` on seeds 0, 1, 2; evaluated on the same seeds, which" in found.note
+    )
 
 
 def test_best_against_best_on_fresh_seeds():
@@ -50,7 +53,7 @@ def test_best_against_best_on_fresh_seeds():
     found = tables.best_table(scores.finalists(SWEEP, "region", "rate", fresh), "clip", "rate", "final")
     assert "| +0.110 ± 0.025 (+0.100 to +0.120), **better** |" in found.rows
     assert "| clip | 1e-05 | 0.600 ± 0.000 |" in found.rows
-    assert "by `end` on seeds 0, 1, 2; judged on fresh seeds 7, 8, 9 of `final`." in found.note
+    assert "by `end` on seeds 0, 1, 2; evaluated on fresh seeds 7, 8, 9 of `final`." in found.note
     none = tables.best_table(scores.finalists(SWEEP, "region", "rate", fresh[3:]), "clip", "rate", "final")
     assert "| troll | 4e-05 | – | – | – | – | – | – |" in none.rows
 
@@ -135,9 +138,34 @@ def test_failed_runs_are_counted_and_said():
     lines = [*cell([0.5, 0.5], region="clip"), line([0.5] * 2, planned=4, status="failed", seed=2, region="clip")]
     text = tables.score(lines, scores.end, 3)
     assert text == "0.333 ± 0.717 (1 failed)"  # (0.5 + 0.5 + 0) / 3, 4.303 · 0.2887 / √3
-    assert tables.score(lines, scores.held_out, 3) == "0.500 (n = 2, 1 failed)"
+    assert tables.score(lines, scores.eval_reward, 3) == "0.500 (n = 2, 1 failed)"
     assert tables.score([], scores.end, 3) == "–"
-    assert tables.score(lines[2:], scores.held_out, 1) == "– (1 failed)"
+    assert tables.score(lines[2:], scores.eval_reward, 1) == "– (1 failed)"
+
+
+def test_the_table_of_the_readme():
+    arms = {"troll-0.2": [0.5, 0.6, 0.7], "clip": [0.4, 0.5, 0.6], "none": [0.1, 0.2, 0.3]}
+    best = scores.finalists([x for arm, y in arms.items() for x in cell(y, region=arm)], "region", None)
+    high = {"troll-0.2": [line([0.0, 0.0, 0.0, 0.8])], "clip": cell([0.3, 0.4])}
+    found = tables.readme_table({"sums": best}, {"sums": high}, "1e-4")
+    # 4.303 · 0.1 / √3 = 0.248; at the high rate the last quarter of the rollouts, at the best the whole run.
+    assert found.rows.splitlines()[2:] == [
+        "| sums, best learning rate | 0.600 ± 0.248 | 0.500 ± 0.248 | – | – | 0.200 ± 0.248 |",
+        "| sums, learning rate 1e-4 | 0.800 | 0.350 | – | – | – |",
+    ]
+    assert "3 fresh seeds. Learning rate 1e-4:" in found.note
+
+
+def test_differences_have_a_corrected_p():
+    arms = {"troll-0.2": [0.50, 0.51, 0.52], "clip": [0.40, 0.40, 0.40], "none": [0.50, 0.61, 0.42]}
+    tasks = {"sums": scores.finalists([x for arm, y in arms.items() for x in cell(y, region=arm)], "region", None)}
+    found = tables.differences_table(tasks, ("troll-0.2",), ("clip", "none"))
+    # 0.11 / (0.01 / √3) = 19.05, p = 0.00274, twice that; 0, −0.1, 0.1: p = 1.
+    assert found.rows.splitlines()[2:] == [
+        "| sums | troll-0.2 − clip | +0.110 ± 0.025 | **0.005** | +0.110 ± 0.025 | **0.005** |",
+        "| sums | troll-0.2 − none | +0.000 ± 0.248 | 1.00 | +0.000 ± 0.248 | 1.00 |",
+    ]
+    assert "Holm-corrected over the 2 comparisons" in found.note
 
 
 def test_an_axis_is_bold_where_it_is_better_than_the_base():
@@ -150,7 +178,7 @@ def test_an_axis_is_bold_where_it_is_better_than_the_base():
         *cell([0.41, 0.50, 0.59], region="none", updates=1),
     ]
     assert tables.axis_table(lines, "updates", "region", "clip").rows.splitlines() == [
-        "| updates \\ region | troll | clip | none |",
+        "| updates per rollout \\ arm | troll | clip | none |",
         "| --- | --- | --- | --- |",
         "| 1 | – | 0.400 ± 0.000 | 0.500 ± 0.224 |",  # ahead, and not for sure
         "| 8 | **0.510 ± 0.025** | 0.400 ± 0.000 | – |",
@@ -168,11 +196,12 @@ def test_changes_are_paired_with_the_base_by_seed():
     found = tables.changes_table(lines, "change", "base").rows.splitlines()
     assert found[0] == "| change | end | whole run | end, against base | whole run, against base |"
     k16, k256 = "+0.010 ± 0.510 (−0.200 to +0.210), inconclusive", "−0.190 ± 0.025 (−0.200 to −0.180), worse"
+    one = "−0.050 (–), insufficient data"
     assert found[2:] == [
         "| base | 0.600 ± 0.248 | 0.600 ± 0.248 | – | – |",
         f"| K 16 | 0.610 ± 0.262 | 0.610 ± 0.262 | {k16} | {k16} |",
         f"| K 256 | 0.410 ± 0.273 | 0.410 ± 0.273 | {k256} | {k256} |",
-        "| tail floor | 0.550 (n = 1) | 0.550 (n = 1) | −0.050 (–), no verdict | −0.050 (–), no verdict |",
+        f"| tail floor | 0.550 (n = 1) | 0.550 (n = 1) | {one} | {one} |",
     ]
 
 

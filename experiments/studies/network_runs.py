@@ -1,4 +1,4 @@
-"""Runs of ``experiments/network`` → tables: what the network did, measured over the whole vocabulary."""
+"""Tables of the runs of ``experiments/network``: KL of the network, measured over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SIZES = (16, 64, 256)
 
 
 def read_runs(results: Path) -> list[Run]:
-    """All runs that are stored."""
+    """All stored runs."""
     path = results / "network.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def written(results: Path) -> dict[str, str]:
-    """Name of a table → its text; none if there are no runs."""
+    """Name of a table → its text; empty without runs."""
     runs = read_runs(results)
     if not runs:
         return {}
@@ -47,14 +47,14 @@ def reached(runs: Sequence[Run]) -> Table:
         ["", *names, "reward, last rollout"],
         rows,
         "KL between the network after all updates on a rollout and the network that made it, over the whole "
-        "vocabulary, at the tokens of the rollout; mean over the rollouts (of the largest: the largest) ± Student's "
-        "95 % interval over seeds. Outside: KL(new ‖ old) > ε. The sequence KL is KL(old ‖ new), since the completions "
-        "are old's.",
+        "vocabulary, at the tokens of the rollout; mean over the rollouts (maximum in the column `largest`) ± "
+        "Student's 95 % confidence interval over seeds. Outside: KL(new ‖ old) > ε. The sequence KL is KL(old ‖ new), "
+        "since the completions were sampled from the old policy.",
     )
 
 
 def solver(runs: Sequence[Run]) -> Table:
-    """How hard the projection's equation was."""
+    """Convergence of the projection's solver."""
     rows = []
     for title, group in _groups(runs).items():
         of_all = [row for run in group for row in run["rollouts"] if "steps mean" in row]
@@ -94,7 +94,7 @@ def kept(runs: Sequence[Run]) -> Table:
     return table(
         ["", *(f"{size} tokens" for size in _SIZES)],
         rows,
-        "Mean probability of the most probable tokens, and the share of positions where it is at least 1 − 1e-5.",
+        "Mean probability of the most probable tokens, and the fraction of positions where it is at least 1 − 1e-5.",
     )
 
 
