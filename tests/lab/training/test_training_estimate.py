@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from troll import sparsify
 from troll.errors import InputError
 from troll.lab.models import ModelShape
-from troll.lab.training.estimate import Estimate, Speed, estimate
+from troll.lab.training.estimate import ResourceEstimate, Speed, estimate
 from troll.policy import PackedPolicy
 from troll.trl import TROLLConfig, TROLLTrainer
 
@@ -64,7 +64,7 @@ def settings(**changes: Any) -> TROLLConfig:
     return TROLLConfig("unused", **{**options, **changes})
 
 
-def of(path: str, prompt: float = 10, speed: Speed = SPEED, **changes: Any) -> Estimate:
+def of(path: str, prompt: float = 10, speed: Speed = SPEED, **changes: Any) -> ResourceEstimate:
     own = {name: changes.pop(name) for name in ("prompts", "held_out", "peft_config") if name in changes}
     return estimate(settings(**changes), path, prompt, CPU, speed=speed, **own)
 

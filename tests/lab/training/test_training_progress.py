@@ -13,7 +13,8 @@ from rich.console import Console
 
 from troll.lab.report.rules import Watch
 from troll.lab.runs import Run, write_json
-from troll.lab.training.progress import ShowProgress, duration, say, summary
+from troll.lab.runs.formatting import clock
+from troll.lab.training.progress import ShowProgress, say, summary
 
 METRICS = {
     "reward": 0.5,
@@ -145,8 +146,8 @@ def test_of_what_is_known() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (75, "1:15"), (3599.7, "1:00:00"), (90061, "25:01:01")]
 )
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
 
 
 @pytest.mark.parametrize("terminal", [True, False])

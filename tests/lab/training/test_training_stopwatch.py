@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from troll.lab.training.stopwatch import Stopwatch
+from troll.lab.training.progress import Stopwatch
 
 
 class Clock:
@@ -62,9 +62,9 @@ def test_what_is_called_other_counts_as_such(clock: Clock, watch: Stopwatch) -> 
 
 
 def test_a_whole_activity_has_none_inside(clock: Clock, watch: Stopwatch) -> None:
-    with watch("evaluate", whole=True):
+    with watch("evaluate", exclusive=True):
         clock.wait(1)
-        with watch("generate"), watch("score", whole=True):
+        with watch("generate"), watch("score", exclusive=True):
             clock.wait(2)
         clock.wait(4)
     with watch("generate"):
@@ -83,7 +83,7 @@ def test_a_lap_in_the_middle_of_an_activity(clock: Clock, watch: Stopwatch) -> N
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_an_activity_that_fails_is_over(whole: bool, clock: Clock, watch: Stopwatch) -> None:
-    with contextlib.suppress(RuntimeError), watch("outer", whole=whole):
+    with contextlib.suppress(RuntimeError), watch("outer", exclusive=whole):
         clock.wait(1)
         with watch("inner"):
             clock.wait(2)

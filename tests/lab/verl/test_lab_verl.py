@@ -26,7 +26,7 @@ from troll.errors import InputError
 from troll.lab.cli.flags import Flags
 from troll.lab.runs import Run
 from troll.lab.tasks import load_task
-from troll.lab.training.run import Plan
+from troll.lab.training.run import RunPlan
 from troll.lab.training.settings import RunSettings, defaults
 from troll.lab.verl import keys, launch, reward
 from troll.lab.verl.data import longest_prompt, plain_template, request_of, write_stop, write_task
@@ -999,12 +999,12 @@ def log(step, **data):
 
 def planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: str, *argv: str, **changes: Any
-) -> tuple[Plan, Setup]:
+) -> tuple[RunPlan, Setup]:
     """A run whose verl is a few lines of Python."""
     folder = tmp_path / "a run"
     case = setup(*AUTHORS, *argv, folder=folder, environment={LOG: str(launch.next_log(folder))}, **changes)
     task = load_task("arithmetic", train_size=4, eval_size=2)
-    plan = Plan(
+    plan = RunPlan(
         folder=folder,
         model="m",
         model_path="m",

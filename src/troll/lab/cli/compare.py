@@ -22,8 +22,8 @@ from troll.lab.runs import Comparison, write_json
 from troll.lab.runs.arms import ARMS, arm_of
 from troll.lab.runs.comparison import begin, check_arms, check_seeds, conclude, short_name
 from troll.lab.runs.folder import COMPARISON, CONFIG, Line
+from troll.lab.runs.formatting import duration
 from troll.lab.runs.writer import new_folder, write_yaml
-from troll.lab.training.progress import duration
 from troll.lab.training.settings import DEFAULT_MODEL, defaults
 from troll.trl.robust.lock import locked
 

@@ -20,9 +20,8 @@ from rich.table import Table
 
 from troll.lab.runs import Run
 from troll.lab.runs.folder import ABOUT
-from troll.lab.runs.formatting import one_line
+from troll.lab.runs.formatting import duration, one_line
 from troll.lab.runs.summary import summarise
-from troll.lab.training.progress import duration
 
 _LAST_LINES = 12  # of what a failed run said
 _STOPPED = 130  # exit code

@@ -172,10 +172,10 @@ def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags, list[str
 
 
 def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: str, changes: Sequence[str] = ()) -> Any:
-    """The run that these flags ask for, in a new folder or in one to go on with: ``troll.lab.training.run.Plan``."""
+    """The run that these flags ask for, in a new folder or in one to go on with: ``troll.lab.training.run.RunPlan``."""
     from troll.lab.models import load_config, resolve_model
     from troll.lab.tasks import load_task
-    from troll.lab.training.run import Plan
+    from troll.lab.training.run import RunPlan
     from troll.rewards.sandbox import allow_unsandboxed
 
     allow_unsandboxed(settings.allow_unsandboxed_code)
@@ -200,7 +200,7 @@ def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: s
     before_training = not (resumes and settings.engine == "verl") and args.eval_strategy != "no"
     args.eval_on_start = args.eval_on_start and before_training
     path = resolve_model(settings.model)
-    plan = Plan(
+    plan = RunPlan(
         folder=folder,
         model=settings.model,
         model_path=path,
@@ -246,7 +246,7 @@ def _dry_run(plan: Any) -> None:
 
 
 def needs(plan: Any) -> Any:
-    """What a run will need in memory and time: ``troll.lab.training.estimate.Estimate``."""
+    """What a run will need in memory and time: ``troll.lab.training.estimate.ResourceEstimate``."""
     from trl import get_peft_config
 
     from troll.lab.models import load_tokenizer

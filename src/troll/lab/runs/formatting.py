@@ -39,6 +39,17 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def clock(seconds: float) -> str:
+    """Minutes and seconds, and hours if there are any, for a countdown.
+
+    >>> clock(75), clock(3 * 3600 + 62)
+    ('1:15', '3:01:02')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def plural(n: int, what: str) -> str:
     """``n`` of something."""
     return f"{n:,} {what}" + ("" if n == 1 else "s")

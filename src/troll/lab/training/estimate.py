@@ -70,7 +70,7 @@ def _seconds(operation: Callable[[], Any], device: torch.device, limit: float = 
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ResourceEstimate:
     """Memory in bytes, time in seconds."""
 
     memory: dict[str, int]
@@ -126,7 +126,7 @@ def estimate(
     held_out: int = 0,
     peft_config: Any = None,
     speed: Speed | None = None,
-) -> Estimate:
+) -> ResourceEstimate:
     """What a run with these settings needs, on this device, in each process.
 
     Args:
@@ -148,7 +148,7 @@ def estimate(
     updates = sizes.updates(prompts)
     learning = sum(memory[name] for name in _LEARNING)
     generating = sum(memory[name] for name in _GENERATING)
-    return Estimate(
+    return ResourceEstimate(
         memory=memory,
         most=sum(memory.values()) - min(learning, generating),
         available=_available(device),

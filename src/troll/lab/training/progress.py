@@ -1,8 +1,10 @@
-"""What a run shows while it goes on: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run (a bar on a terminal, plain lines elsewhere), and the stopwatch for its phases."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -10,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers import TrainerCallback
 
 from troll.lab.report.rules import Watch
-from troll.lab.runs.formatting import one_line
+from troll.lab.runs.formatting import clock, one_line
 
-FIELDS = {  # metric → how it is shown
+FIELDS = {  # metric → format
     "reward": "reward {:.3f}",
     "troll/kl_before/mean": "KL {:.4f}",
     "troll/projected_fraction": "projected {:.1%}",
@@ -22,12 +24,12 @@ FIELDS = {  # metric → how it is shown
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is: no markup, no colours, no line breaks of the console's own."""
+    """Print a line verbatim: no markup, colours or line breaks."""
     console.print(one_line(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def summary(metrics: dict[str, Any]) -> str:
-    """Reward, KL, projected fraction and speed, as far as they are known.
+    """Reward, KL, projected fraction and speed in one line. Missing metrics are left out.
 
     >>> summary({"reward": 0.5, "troll/kl_before/mean": 0.0123, "loss": 3.0})
     'reward 0.500  KL 0.0123'
@@ -35,29 +37,18 @@ def summary(metrics: dict[str, Any]) -> str:
     return "  ".join(form.format(metrics[name]) for name, form in FIELDS.items() if metrics.get(name) is not None)
 
 
-def duration(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any.
-
-    >>> duration(75), duration(3 * 3600 + 62)
-    ('1:15', '3:01:02')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class ShowProgress(TrainerCallback):
-    """Step, reward, KL, projected fraction, tokens per second and the time left; and warnings, each once."""
+    """Shows step, reward, KL, projected fraction, tokens per second and the time left, and every warning once."""
 
     def __init__(self, console: Console, watch: Watch | None = None) -> None:
         self.console, self.watch = console, watch
-        self.known: dict[str, Any] = {}
+        self.latest: dict[str, Any] = {}
         self.bar: Progress | None = None
         self.task: TaskID | None = None
         self.began = self.first = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Draw the bar, on a terminal."""
+        """Start the bar on a terminal."""
         self.began, self.first = time.monotonic(), state.global_step
         if not state.is_world_process_zero:
             return
@@ -83,7 +74,7 @@ class ShowProgress(TrainerCallback):
             self.bar.update(self.task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Show what is known now; on plain lines, once per rollout."""
+        """Show the latest metrics; without a terminal, one line per rollout."""
         if not state.is_world_process_zero:
             return
         ends = state.global_step % (args.updates_per_generation or 1) == 0 or state.global_step == state.max_steps
@@ -92,18 +83,18 @@ class ShowProgress(TrainerCallback):
             self._warn(state.global_step, logs, ends)
         if "loss" not in logs:
             return
-        self.known |= {name: value for name, value in logs.items() if value is not None}
+        self.latest |= {name: value for name, value in logs.items() if value is not None}
         if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, description=summary(self.known))
+            self.bar.update(self.task, description=summary(self.latest))
         elif ends:
             done, seconds = state.global_step - self.first, time.monotonic() - self.began
-            left = duration(seconds / max(1, done) * (state.max_steps - state.global_step))
-            say(self.console, f"step {state.global_step}/{state.max_steps}  {summary(self.known)}  {left} left")
+            left = clock(seconds / max(1, done) * (state.max_steps - state.global_step))
+            say(self.console, f"step {state.global_step}/{state.max_steps}  {summary(self.latest)}  {left} left")
 
         self._warn(state.global_step, logs, ends)
 
     def _warn(self, step: int, logs: dict[str, Any], ends: bool) -> None:
-        """Say what is to be warned of; rules look at whole rollouts."""
+        """Print new warnings at the end of a rollout."""
         if self.watch is None:
             return
         self.watch.add({**logs, "step": step})
@@ -111,11 +102,52 @@ class ShowProgress(TrainerCallback):
             say(self.console, finding.line())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the last state of the bar."""
+        """Stop the bar."""
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Stop the bar if it is shown."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
+
+
+class Stopwatch:
+    """Seconds by activity. A nested activity pauses the outer one, unless the outer one is ``exclusive``."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._seconds: dict[str, float] = {}
+        self._running: list[str] = []
+        self._exclusive = False
+        self._since = self._lap = now()
+
+    @contextmanager
+    def __call__(self, activity: str, *, exclusive: bool = False) -> Iterator[None]:
+        """Count the time of this block for ``activity``."""
+        if self._exclusive:
+            yield
+            return
+        self._settle()
+        self._running.append(activity)
+        self._exclusive = exclusive
+        try:
+            yield
+        finally:
+            self._settle()
+            self._running.pop()
+            self._exclusive = False
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by activity since the last lap; ``other`` is the rest."""
+        self._settle()
+        seconds, self._seconds = self._seconds, {}
+        total, self._lap = self._since - self._lap, self._since
+        return {**seconds, "other": seconds.get("other", 0.0) + max(0.0, total - sum(seconds.values()))}
+
+    def _settle(self) -> None:
+        now = self._now()
+        if self._running:
+            activity = self._running[-1]
+            self._seconds[activity] = self._seconds.get(activity, 0.0) + now - self._since
+        self._since = now

@@ -1,4 +1,4 @@
-"""``RecordedTrainer``: the TROLL trainer, and a record of what it did in the folder of the run."""
+"""``RecordedTrainer``: a ``TROLLTrainer`` that writes metrics, token statistics and samples to the run folder."""
 
 from __future__ import annotations
 
@@ -13,72 +13,71 @@ from transformers import TrainerCallback
 
 from troll.lab.runs import append_line
 from troll.lab.runs.folder import METRICS, SAMPLES, TOKENS
-from troll.lab.training.histograms import HEADER, TokenHistogram
-from troll.lab.training.stopwatch import Stopwatch
-from troll.lab.training.token_groups import kl_by_group
+from troll.lab.training.progress import Stopwatch
+from troll.lab.training.token_statistics import HEADER, TokenHistogram, kl_by_group
 from troll.objective import TokenStats
 from troll.trl import TROLLTrainer
 from troll.trl.robust.skipped_batches import REWARDS
 
-_SHOWN, _SHOWN_TOKENS, _SHOWINGS = 4, 1024, 24  # completions at a time, tokens of each, times in a run
+_SHOWN, _SHOWN_TOKENS, _SHOWINGS = 4, 1024, 24  # completions at a time, tokens of each, number of times in a run
 
 
 class RecordedTrainer(TROLLTrainer):
-    """Writes metrics, histograms over tokens and some completions to ``folder``; times what it does."""
+    """Writes metrics, token histograms and sampled completions to ``folder``, and measures the time of each phase."""
 
-    def __init__(self, *args: Any, folder: Path, seconds_before: float = 0.0, **named: Any) -> None:
+    def __init__(self, *args: Any, folder: Path, seconds_before: float = 0.0, **kwargs: Any) -> None:
         self._stopwatch = Stopwatch()
         self._histogram = TokenHistogram()
         self._folder = folder
         self._seconds_before, self._began = seconds_before, time.perf_counter()
         self._busy = 0.0
         self._before: tuple[float, float] | None = None
-        super().__init__(*args, **named)
+        super().__init__(*args, **kwargs)
         self.add_callback(_Record(self))
 
-    # ------------------------------------------------------------------ what takes how long
+    # Time
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run up to now, with what it took before it was resumed."""
+        """Wall time of the run until now, including the time before a resume."""
         return self._seconds_before + time.perf_counter() - self._began
 
-    def training_step(self, *args: Any, **named: Any) -> Any:
-        """As TRL; what is not one of the parts below is the backward pass."""
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL. Time that no phase below claims is counted as the backward pass."""
         with self._stopwatch("backward"):
-            return super().training_step(*args, **named)
+            return super().training_step(*args, **kwargs)
 
-    def _prepare_inputs(self, *args: Any, **named: Any) -> Any:
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         with self._stopwatch("other"):
-            return super()._prepare_inputs(*args, **named)
+            return super()._prepare_inputs(*args, **kwargs)
 
-    def _generate(self, *args: Any, **named: Any) -> Any:
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         with self._stopwatch("generate"):
-            return super()._generate(*args, **named)
+            return super()._generate(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with self._stopwatch("score"):
             return super()._generate_and_score_completions(inputs)
 
-    def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._stopwatch("reward"):
-            return super()._calculate_rewards(*args, **named)
+            return super()._calculate_rewards(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         with self._stopwatch("forward"):
             return super()._compute_loss(model, inputs)
 
-    def evaluate(self, *args: Any, **named: Any) -> Any:
-        """As TRL."""
-        with self._stopwatch("evaluate", whole=True):
-            return super().evaluate(*args, **named)
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL."""
+        with self._stopwatch("evaluate", exclusive=True):
+            return super().evaluate(*args, **kwargs)
 
-    def _save_checkpoint(self, *args: Any, **named: Any) -> None:
-        with self._stopwatch("save", whole=True):
-            super()._save_checkpoint(*args, **named)
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._stopwatch("save", exclusive=True):
+            super()._save_checkpoint(*args, **kwargs)
 
-    def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
-        """As TRL, with the seconds since the last log."""
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in TRL, with the seconds of each phase since the last log."""
         if self._mode == "train":
             metrics, laps = self._metrics["train"], self._stopwatch.lap()
             self._busy += sum(seconds for name, seconds in laps.items() if name not in ("evaluate", "save"))
@@ -86,18 +85,18 @@ class RecordedTrainer(TROLLTrainer):
                 metrics[f"time/{activity}"] = [seconds]
             if metrics.get("num_tokens"):
                 metrics["tokens_per_second"] = [self._rate(metrics["num_tokens"][-1])]
-        super().log(logs, *args, **named)
+        super().log(logs, *args, **kwargs)
 
     def _rate(self, tokens: float) -> float:
-        """Tokens per second since the log before that had a rollout; evaluating and saving do not count."""
+        """Tokens per second since the previous log with a rollout, without the time of evaluation and saving."""
         seconds, before = self._before or (self._busy, math.nan)
         self._before = (self._busy, tokens)
         return (tokens - before) / (self._busy - seconds) if self._busy > seconds else math.nan
 
-    # ------------------------------------------------------------------ what happened to the tokens
+    # Tokens
 
     def observe_tokens(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
-        """Log which of them move, add them to the histogram of this update, and show some completions now and then."""
+        """Log the KL of groups of tokens, add all tokens to the histogram, and store some completions."""
         if self._mode == "train":
             advantages = inputs["advantages"]
             per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(inputs["completion_ids"])
@@ -109,18 +108,18 @@ class RecordedTrainer(TROLLTrainer):
                 self._show(stats, counted, inputs)
 
     def update_again(self) -> None:
-        """Forget the tokens of an update that is made once more."""
+        """Discard the tokens of an update that is repeated."""
         self._histogram = TokenHistogram()
 
     @property
     def _place_in_rollout(self) -> int | None:
-        """Which of the updates on its rollout is being made, from 0."""
+        """The index of the present update within its rollout."""
         updates = self.args.updates_per_generation
         return None if updates is None else self.state.global_step % updates
 
     @property
     def _shows_now(self) -> bool:
-        """In the last update on a rollout, where the policy is farthest from the old one; not on every rollout."""
+        """True in the last update of some rollouts, where the policy is farthest from the old one."""
         updates = self.args.updates_per_generation or 1
         rollout, place = divmod(self.state.global_step, updates)
         rollouts = math.ceil(self.state.max_steps / updates)
@@ -162,7 +161,7 @@ class RecordedTrainer(TROLLTrainer):
 
 
 def pieces(tokens: list[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """What each token adds to the text; one that ends inside a character adds nothing, the next one all of it."""
+    """The text that each token adds. A token that ends inside a character adds nothing, the next one adds it."""
     texts: list[str] = []
     known = new = 0  # the text of tokens [known:new] is decoded again, as spaces depend on what stands before
     for end in range(1, len(tokens) + 1):
@@ -175,7 +174,7 @@ def pieces(tokens: list[int], decode: Callable[[list[int]], str]) -> list[str]:
 
 
 class _Record(TrainerCallback):
-    """Writes the files."""
+    """Writes the files of the run folder."""
 
     def __init__(self, trainer: RecordedTrainer) -> None:
         self.trainer = trainer

@@ -40,7 +40,7 @@ from troll.trl.robust.store import Found, checkpoints, recover
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Everything that decides a run."""
 
     folder: Path
@@ -67,7 +67,7 @@ class Plan:
         return {"revision": self.model_config.model_revision, "trust_remote_code": self.args.trust_remote_code}
 
 
-def execute(plan: Plan, console: Console) -> Run:
+def execute(plan: RunPlan, console: Console) -> Run:
     """Train as planned. An interrupted run ends with a checkpoint; one that fails before an update leaves nothing."""
     main = plan.args.process_index == 0
     with run_folder(plan) if main else nullcontext(), _status(plan, main) as goes_on, StopOnSignal() as stop:
@@ -102,7 +102,7 @@ def execute(plan: Plan, console: Console) -> Run:
     return Run(plan.folder)
 
 
-def _found(plan: Plan, main: bool) -> Found:
+def _found(plan: RunPlan, main: bool) -> Found:
     """Where to go on from; the first process looks, all take the same."""
     if not plan.resumes:
         return Found()
@@ -110,7 +110,7 @@ def _found(plan: Plan, main: bool) -> Found:
     return found
 
 
-def _where(plan: Plan, found: Found) -> Iterator[str]:
+def _where(plan: RunPlan, found: Found) -> Iterator[str]:
     """From where a run goes on, and why not from later on."""
     yield from (f"{sentence}." for sentence in found.rejected)
     if found.path is not None:
@@ -121,7 +121,7 @@ def _where(plan: Plan, found: Found) -> Iterator[str]:
         yield "It keeps none (save_strategy: no): --save_strategy steps --save_steps 32 keeps one every 32 updates."
 
 
-def _accepted(plan: Plan, found: Found) -> set[str]:
+def _accepted(plan: RunPlan, found: Found) -> set[str]:
     """Changes that an earlier resume went on with and that no checkpoint has seen yet: it was killed before."""
     changes = Run(plan.folder).about.get("changes", []) if plan.resumes and not plan.args.allow_changes else []
     return {line for change in changes if change["step"] >= found.step for line in change["differences"]}
@@ -155,7 +155,7 @@ def _evaluate_last(trainer: RecordedTrainer) -> None:
         trainer.evaluate()
 
 
-def _build(plan: Plan) -> tuple[RecordedTrainer, Any]:
+def _build(plan: RunPlan) -> tuple[RecordedTrainer, Any]:
     args, config = plan.args, plan.model_config
     options = {
         "revision": config.model_revision,
@@ -215,7 +215,7 @@ def _end_at(stop: str, model: Any, tokenizer: Any, args: TROLLConfig) -> None:
 
 
 @contextmanager
-def run_folder(plan: Plan) -> Iterator[None]:
+def run_folder(plan: RunPlan) -> Iterator[None]:
     """Create the folder of a new run, and hold the lock of the folder."""
     if not plan.resumes:
         create(plan)
@@ -223,7 +223,7 @@ def run_folder(plan: Plan) -> Iterator[None]:
         yield
 
 
-def create(plan: Plan) -> None:
+def create(plan: RunPlan) -> None:
     """Create the folder of a new run, atomically."""
     create_run(
         plan.folder,
@@ -239,12 +239,12 @@ def create(plan: Plan) -> None:
     )
 
 
-def resume(plan: Plan, step: int, changes: Sequence[str] = ()) -> None:
+def resume(plan: RunPlan, step: int, changes: Sequence[str] = ()) -> None:
     """Record that a run continues, from which update, and which settings changed."""
     resume_run(plan.folder, step, changes, plan.config, _settings(plan), seed=plan.args.seed, versions=facts.versions())
 
 
-def _settings(plan: Plan) -> Line:
+def _settings(plan: RunPlan) -> Line:
     """Every setting of the trainer except those of the model hub."""
     return {name: value for name, value in plan.args.to_dict().items() if not name.startswith(("push_", "hub_"))}
 
@@ -252,7 +252,7 @@ def _settings(plan: Plan) -> Line:
 class _GoesOn(TrainerCallback):
     """Writes down that a run goes on once nothing has refused it, and how many updates it will have."""
 
-    def __init__(self, plan: Plan, main: bool) -> None:
+    def __init__(self, plan: RunPlan, main: bool) -> None:
         self.plan, self.main = plan, main
         self.began = False
         self.trainer: Any = None
@@ -287,7 +287,7 @@ class _GoesOn(TrainerCallback):
 
 
 @contextmanager
-def _status(plan: Plan, main: bool) -> Iterator[_GoesOn]:
+def _status(plan: RunPlan, main: bool) -> Iterator[_GoesOn]:
     """Write down how it ended if it did not end well; a run that could not be gone on with stays as it was."""
     goes_on = _GoesOn(plan, main)
     try:

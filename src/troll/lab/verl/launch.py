@@ -26,7 +26,7 @@ from troll.lab.runs.folder import METRICS, MODEL
 from troll.lab.runs.formatting import one_line
 from troll.lab.runs.writer import put_in_place, timestamp, update_run
 from troll.lab.training.progress import ShowProgress, say
-from troll.lab.training.run import Plan, resume, run_folder
+from troll.lab.training.run import RunPlan, resume, run_folder
 from troll.lab.verl.data import STOP, write_stop, write_task
 from troll.lab.verl.keys import CHECKPOINTS, DATA, keeps_model, overrides
 from troll.lab.verl.metrics import Translator, logs, read_new, translate
@@ -77,7 +77,7 @@ def checkpoint_of(folder: Path) -> int:
         return 0
 
 
-def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
+def execute(plan: RunPlan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
     """Train as planned. The files that verl reads are written first; those it writes stay, whatever becomes of it."""
     with run_folder(plan):
         if plan.resumes:
@@ -88,7 +88,7 @@ def execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console)
         return _execute(plan, setup, request, console)
 
 
-def _execute(plan: Plan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
+def _execute(plan: RunPlan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
     engine = {name: metadata.version(name) for name in ("verl", "ray")}
     versions = {**Run(plan.folder).about["versions"], **engine}
     update_run(plan.folder, engine="verl", versions=versions, max_steps=setup.rollouts * setup.updates)
@@ -125,7 +125,7 @@ def _hear() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _write(plan: Plan, setup: Setup, request: dict[str, Any]) -> None:
+def _write(plan: RunPlan, setup: Setup, request: dict[str, Any]) -> None:
     write_task(plan.task, request, plan.folder / DATA)
     if setup.stop is not None:
         write_stop(plan.folder / DATA / STOP, setup.stop)
@@ -135,7 +135,7 @@ def _write(plan: Plan, setup: Setup, request: dict[str, Any]) -> None:
     launch.chmod(0o755)
 
 
-def _follow(child: subprocess.Popen[bytes], plan: Plan, setup: Setup, console: Console) -> None:
+def _follow(child: subprocess.Popen[bytes], plan: RunPlan, setup: Setup, console: Console) -> None:
     """Until it ends: every line that verl logs becomes one of the run, and is shown."""
     translator = Translator(setup.updates, setup.args.trust_region == "clip", _seconds(plan.folder))
     path, place, shown = Path(setup.environment[FILE_LOGGER]), 0, ShowProgress(console, Watch(plan.folder))
@@ -196,7 +196,7 @@ class _Stopper:
 
 
 @contextmanager
-def _status(plan: Plan) -> Iterator[None]:
+def _status(plan: RunPlan) -> Iterator[None]:
     """Write down how it ended if it did not end well; the folder stays, for verl's output."""
     try:
         yield
@@ -224,7 +224,7 @@ def _seconds(folder: Path) -> float:
     return max((float(line.get("seconds") or 0.0) for line in lines), default=0.0)
 
 
-def _keep_model(plan: Plan, setup: Setup, console: Console) -> None:
+def _keep_model(plan: RunPlan, setup: Setup, console: Console) -> None:
     """The trained model as ``model/``, from verl's last checkpoint."""
     if not plan.save_model or not (plan.folder / CHECKPOINTS / _LATEST).exists():
         return  # not asked for; or not saved, by an override
