@@ -56,7 +56,7 @@ def solver_conditioning(
     loss_mask: Tensor,
     *,
     kl_bound: float | Tensor = KL_BOUND,
-    tail: Tail = "floor",
+    tail: Tail | None = None,
 ) -> Conditioning:
     """Project, in double precision, and say how.
 

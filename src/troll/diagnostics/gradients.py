@@ -27,8 +27,8 @@ from torch import Tensor
 
 from troll.diagnostics.inputs import constant
 from troll.objective import Aggregation, Metrics, RatioLevel, clip_loss, troll_loss, unconstrained_loss
-from troll.policy import SparsePolicy, Tail
-from troll.projection import KL_BOUND
+from troll.objective.presets import PresetName, resolve
+from troll.policy import SparsePolicy, Tail, proposal_tail
 
 __all__ = ["GradientComparison", "GradientKept", "compare_gradients", "logit_gradient"]
 
@@ -82,7 +82,7 @@ def logit_gradient(
     """
     p, q = constant(proposal), constant(old)
     log_probs, log_tail = p.log_probs.requires_grad_(), p.log_tail.requires_grad_()
-    leaf = SparsePolicy.trusted(p.token_ids, log_probs, log_tail, p.vocab_size, p.temperature)
+    leaf = SparsePolicy.trusted(p.token_ids, log_probs, log_tail, p.vocab_size, p.temperature, p.made_by)
     with torch.enable_grad():
         value, _ = loss(leaf, q, advantages, loss_mask, **options)
         on_kept, on_tail = torch.autograd.grad(-value, (log_probs, log_tail), materialize_grads=True)
@@ -97,11 +97,12 @@ def compare_gradients(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    kl_bound: float | Tensor = KL_BOUND,
-    regression_coef: float = 1.0,
+    preset: PresetName = "default",
+    kl_bound: float | Tensor | None = None,
+    regression_coef: float | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    tail: Tail = "floor",
+    tail: Tail | None = None,
     ratio_level: RatioLevel = "token",
     aggregation: Aggregation = "token_mean",
     max_length: int | None = None,
@@ -111,7 +112,7 @@ def compare_gradients(
 
     Args:
         proposal, old, advantages, loss_mask: as for ``troll_loss``; nothing is changed, no gradient is left behind.
-        kl_bound, regression_coef: of TROLL.
+        preset, kl_bound, regression_coef: of TROLL.
         clip_low, clip_high: of the clip.
         tail, ratio_level, aggregation, max_length, importance_weights: of all of them, as for ``troll_loss``.
     """
@@ -121,7 +122,7 @@ def compare_gradients(
         old=old,
         advantages=advantages,
         loss_mask=loss_mask,
-        tail=tail,
+        tail=proposal_tail(proposal, resolve(preset, tail=tail).tail),
         ratio_level=ratio_level,
         aggregation=aggregation,
         max_length=max_length,
@@ -132,8 +133,8 @@ def compare_gradients(
     return GradientComparison(
         unconstrained=u.norm(dim=-1),
         clip=_kept(of(clip_loss, clip_low=clip_low, clip_high=clip_high), u),
-        troll_ratio=_kept(of(troll_loss, kl_bound=kl_bound, regression_coef=0.0), u),
-        troll=_kept(of(troll_loss, kl_bound=kl_bound, regression_coef=regression_coef), u),
+        troll_ratio=_kept(of(troll_loss, preset=preset, kl_bound=kl_bound, regression_coef=0.0), u),
+        troll=_kept(of(troll_loss, preset=preset, kl_bound=kl_bound, regression_coef=regression_coef), u),
     )
 
 

@@ -67,4 +67,5 @@ def constant(policy: SparsePolicy) -> SparsePolicy:
         policy.log_tail.detach().to(dtype),
         policy.vocab_size,
         policy.temperature,
+        policy.made_by,
     )

@@ -63,14 +63,14 @@ class SequenceKL:
 
 
 def sequence_terms(
-    proposal: SparsePolicy, old: SparsePolicy, loss_mask: Tensor, *, tail: Tail = "floor"
+    proposal: SparsePolicy, old: SparsePolicy, loss_mask: Tensor, *, tail: Tail | None = None
 ) -> SequenceTerms:
     """What each completion says about the KL of completions; see above.
 
     Args:
         proposal, old: the policies, [B, T], of completions that ``old`` sampled.
         loss_mask: [B, T] which tokens the policy chose.
-        tail: how dropped probability is treated in the token KLs.
+        tail: how dropped probability is treated in the token KLs; None is the one that fits the proposal.
     """
     counted = counted_pair(proposal, old, loss_mask)
     p, q = constant(proposal), constant(old)
@@ -97,7 +97,7 @@ def estimate_sequence_kl(
     loss_mask: Tensor,
     *,
     groups: Tensor | None = None,
-    tail: Tail = "floor",
+    tail: Tail | None = None,
     confidence: float = 0.95,
 ) -> SequenceKL:
     """KL of completions between two policies, averaged over the prompts, with confidence intervals.

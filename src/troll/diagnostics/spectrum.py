@@ -54,7 +54,7 @@ class Spectrum:
         ]
 
 
-def kl_per_token(proposal: SparsePolicy, old: SparsePolicy, loss_mask: Tensor, *, tail: Tail = "floor") -> Tensor:
+def kl_per_token(proposal: SparsePolicy, old: SparsePolicy, loss_mask: Tensor, *, tail: Tail | None = None) -> Tensor:
     """KL(π̃ ‖ π_old) per token, [B, T], 0 where nothing counts: what the trust region bounds (``kl_before``)."""
     counted = counted_pair(proposal, old, loss_mask)
     kl = token_kl(*align(constant(proposal), constant(old), tail))

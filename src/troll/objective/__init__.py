@@ -9,13 +9,17 @@ from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.baselines import clip_loss, unconstrained_loss
 from troll.objective.fused import fused_troll_loss
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
+from troll.objective.presets import PRESETS, Preset, PresetName, resolve
 from troll.objective.ratio import RatioLevel, ratios
 from troll.objective.troll import Constrained, check_regression_coef, constrain, network_kl, regression, troll_loss
 
 __all__ = [
+    "PRESETS",
     "Aggregation",
     "Constrained",
     "Metrics",
+    "Preset",
+    "PresetName",
     "RatioLevel",
     "TokenStats",
     "aggregate",
@@ -26,6 +30,7 @@ __all__ = [
     "network_kl",
     "ratios",
     "regression",
+    "resolve",
     "summarise",
     "token_stats",
     "troll_loss",

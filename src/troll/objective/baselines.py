@@ -30,7 +30,7 @@ def clip_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    tail: Tail = "floor",
+    tail: Tail | None = None,
     ratio_level: RatioLevel = "token",
     aggregation: Aggregation = "token_mean",
     max_length: int | None = None,
@@ -46,7 +46,7 @@ def clip_loss(
         clip_low, clip_high: different values are the asymmetric clip (DAPO's clip-higher: 0.2 and 0.28). With
             ``ratio_level="sequence"`` this is GSPO, whose recipe is 3e-4 and 4e-4.
         dual_clip: c > 1: where A < 0, the objective is at least c A, however large the ratio.
-        tail: only for the KL that is reported.
+        tail: only for the KL that is reported; None is the one that fits the proposal (``troll.policy.align``).
         ratio_level, aggregation, max_length, total, importance_weights, on_invalid, impl: as for ``troll_loss``.
     """
     for name, value, limit in (("clip_low", clip_low, 1.0), ("clip_high", clip_high, float("inf"))):
@@ -74,7 +74,7 @@ def unconstrained_loss(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    tail: Tail = "floor",
+    tail: Tail | None = None,
     ratio_level: RatioLevel = "token",
     aggregation: Aggregation = "token_mean",
     max_length: int | None = None,
@@ -93,7 +93,7 @@ def unconstrained_loss(
 
 
 def _unprojected(
-    proposal: SparsePolicy, old: SparsePolicy, batch: Batch, level: RatioLevel, tail: Tail, impl: Impl
+    proposal: SparsePolicy, old: SparsePolicy, batch: Batch, level: RatioLevel, tail: Tail | None, impl: Impl
 ) -> tuple[Tensor, Metrics]:
     with torch.no_grad():
         apart = constrain(proposal, old, math.inf, tail=tail, max_lost_mass=math.inf, impl=impl).projection

@@ -13,10 +13,11 @@ from troll.errors import InputError
 from troll.objective.aggregation import Aggregation, token_weights
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
+from troll.objective.presets import PresetName, resolve
 from troll.objective.ratio import MAX_LOG_RATIO
 from troll.objective.troll import check_regression_coef, constrain
 from troll.policy import Head, Scored, SparsePolicy, Tail
-from troll.projection import KL_BOUND, MAX_LOST_MASS, check_kl_bound, check_lost_mass, expand_bound
+from troll.projection import MAX_LOST_MASS, check_kl_bound, check_lost_mass, expand_bound
 
 
 def fused_troll_loss(
@@ -26,11 +27,12 @@ def fused_troll_loss(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    kl_bound: float | Tensor = KL_BOUND,
-    regression_coef: float = 1.0,
-    tail: Tail = "floor",
-    max_support: int = 64,
-    tail_mass: float = 1e-5,
+    preset: PresetName = "default",
+    kl_bound: float | Tensor | None = None,
+    regression_coef: float | None = None,
+    tail: Tail | None = None,
+    max_support: int | None = None,
+    tail_mass: float | None = None,
     max_lost_mass: float = MAX_LOST_MASS,
     aggregation: Aggregation = "token_mean",
     max_length: int | None = None,
@@ -51,8 +53,10 @@ def fused_troll_loss(
     >>> loss, metrics = troll.fused_troll_loss(hidden, head, old, advantages, mask)      # doctest: +SKIP
     >>> loss.backward()
     """
+    settings = resolve(preset, regression_coef=regression_coef, tail=tail, max_support=max_support, tail_mass=tail_mass)
+    kl_bound = settings.kl_bound if kl_bound is None else kl_bound
     check_kl_bound(kl_bound)
-    check_regression_coef(regression_coef)
+    check_regression_coef(settings.regression_coef)
     if hidden.shape[:-1] != old.shape:
         raise InputError(
             f"hidden {list(hidden.shape)} and an old policy over {list(old.shape)} positions",
@@ -75,19 +79,21 @@ def fused_troll_loss(
     def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
         bound, weighted, weights = per_token()
         proposal, before = scored.policy, flat[at]
-        step = constrain(proposal, before, bound[at], tail=tail, max_lost_mass=1.0, impl=head.impl, deferred=checks)
+        step = constrain(
+            proposal, before, bound[at], tail=settings.tail, max_lost_mass=1.0, impl=head.impl, deferred=checks
+        )
         ratio = step.log_ratio.clamp(max=MAX_LOG_RATIO["token"]).exp()
         stats = partial(token_stats, proposal, before, ratio, step.projection, step.regression, scored.entropy)
         parts.append((at, stats))
-        return ((regression_coef * step.regression - ratio * weighted[at]) * weights[at]).sum()
+        return ((settings.regression_coef * step.regression - ratio * weighted[at]) * weights[at]).sum()
 
-    target = old if tail == "bucket" else old.sampled
+    target = old if settings.tail == "bucket" else old.sampled
     loss = head.token_loss(
         hidden,
         target,
         loss_of,
-        max_support,
-        tail_mass,
+        settings.max_support,
+        settings.tail_mass,
         temperature=old.temperature,
         loss_mask=batch.counted,
         memory_budget=memory_budget,

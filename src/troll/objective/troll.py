@@ -15,10 +15,10 @@ from troll.implementation import Impl, choose
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, summarise, token_stats
+from troll.objective.presets import PresetName, resolve
 from troll.objective.ratio import RatioLevel, ratios
-from troll.policy import LOG_FLOOR, OnInvalid, SparsePolicy, Tail, align, token_kl
+from troll.policy import LOG_FLOOR, OnInvalid, SparsePolicy, Tail, align, proposal_tail, token_kl
 from troll.projection import (
-    KL_BOUND,
     MAX_LOST_MASS,
     Diagnostics,
     Projection,
@@ -64,7 +64,7 @@ def constrain(
     kl_bound: float | Tensor,
     counted: Tensor | None = None,
     *,
-    tail: Tail = "floor",
+    tail: Tail | None = None,
     solver: Solver = "newton",
     max_lost_mass: float = MAX_LOST_MASS,
     impl: Impl = "auto",
@@ -76,6 +76,7 @@ def constrain(
     to be wrong is added to ``later`` where it is given, to be resolved when there is nothing left to launch. Other
     arguments as for ``troll_loss``.
     """
+    tail = proposal_tail(proposal, tail)
     support = max(proposal.token_ids.shape[-1], old.token_ids.shape[-1])
     if choose(impl, proposal.log_probs.device, kernel_cannot(support, solver)).impl == "triton":
         step, check = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
@@ -90,7 +91,7 @@ def constrain(
 
 
 @torch.no_grad()
-def network_kl(proposal: SparsePolicy, old: SparsePolicy, *, tail: Tail = "floor", impl: Impl = "auto") -> Tensor:
+def network_kl(proposal: SparsePolicy, old: SparsePolicy, *, tail: Tail | None = None, impl: Impl = "auto") -> Tensor:
     """KL(π̃ ‖ π_old) per token, [...]: how far the network is from the old policy; constant."""
     return constrain(proposal, old, math.inf, tail=tail, max_lost_mass=math.inf, impl=impl).projection.kl_before
 
@@ -138,7 +139,7 @@ def _same_form(proposal: SparsePolicy, old: SparsePolicy, tail: Tail) -> bool:
         for x in (proposal, old)
     ]
     constant = not (old.log_probs.requires_grad or old.log_tail.requires_grad)
-    return tail in ("floor", "bucket") and constant and forms[0] == forms[1]
+    return constant and forms[0] == forms[1]
 
 
 def _rows(policy: SparsePolicy) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,9 +157,10 @@ def troll_loss(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    kl_bound: float | Tensor = KL_BOUND,
-    regression_coef: float = 1.0,
-    tail: Tail = "floor",
+    preset: PresetName = "default",
+    kl_bound: float | Tensor | None = None,
+    regression_coef: float | None = None,
+    tail: Tail | None = None,
     solver: Solver = "newton",
     max_lost_mass: float = MAX_LOST_MASS,
     ratio_level: RatioLevel = "token",
@@ -181,6 +183,8 @@ def troll_loss(
         old: the policy that scored the rollout before the first update on it, [B, T]; constant.
         advantages: [B] or [B, T], constant.
         loss_mask: [B, T], which completion tokens count.
+        preset: ``"default"`` or ``"paper"``, see ``troll.objective.presets``: what holds for the next three arguments
+            where they are None.
         kl_bound: ε, the radius of the trust region per token; one number or one per token [B, T].
         regression_coef: α.
         tail: how dropped probability is treated, see ``troll.policy.align``.
@@ -196,15 +200,16 @@ def troll_loss(
     Returns:
         The loss, and metrics as detached scalars (``docs/metrics.md`` explains each).
     """
-    check_regression_coef(regression_coef)
+    settings = resolve(preset, regression_coef=regression_coef, tail=tail)
+    check_regression_coef(settings.regression_coef)
     checks: DeferredChecks = []
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid, checks)
     step = constrain(
         proposal,
         old,
-        kl_bound,
+        settings.kl_bound if kl_bound is None else kl_bound,
         batch.counted,
-        tail=tail,
+        tail=settings.tail,
         solver=solver,
         max_lost_mass=max_lost_mass,
         impl=impl,
@@ -213,7 +218,7 @@ def troll_loss(
     ratio = ratios(step.log_ratio, batch.counted, ratio_level)
     weighted = ratio if batch.weights is None else ratio * batch.weights
     loss = aggregate(
-        regression_coef * step.regression - weighted * batch.advantages,
+        settings.regression_coef * step.regression - weighted * batch.advantages,
         batch.counted,
         aggregation,
         max_length=max_length,

@@ -4,16 +4,19 @@
 hidden states; ``align`` brings two policies onto one support; ``pack`` and ``unpack`` store them.
 """
 
-from troll.policy.align import LOG_FLOOR, Aligned, Tail, align
+from troll.policy.align import LOG_FLOOR, TAIL, Aligned, Tail, align, proposal_tail
 from troll.policy.divergence import entropy, kl_terms, sequence_kl, token_kl, total_variation
 from troll.policy.head import Head, Scored
 from troll.policy.packed import PackedPolicy
-from troll.policy.positions import OnInvalid, check_support
+from troll.policy.positions import MAX_SUPPORT, TAIL_MASS, OnInvalid, check_support
 from troll.policy.sparse import SparsePolicy
 from troll.policy.sparsify import restrict, sparsify
 
 __all__ = [
     "LOG_FLOOR",
+    "MAX_SUPPORT",
+    "TAIL",
+    "TAIL_MASS",
     "Aligned",
     "Head",
     "OnInvalid",
@@ -25,6 +28,7 @@ __all__ = [
     "check_support",
     "entropy",
     "kl_terms",
+    "proposal_tail",
     "restrict",
     "sequence_kl",
     "sparsify",

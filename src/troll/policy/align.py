@@ -8,15 +8,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from troll.errors import InputError, require_choice
-from troll.policy.sparse import SparsePolicy
+from troll.policy.sparse import MadeBy, SparsePolicy
 
 Tail = Literal["floor", "bucket"]
+TAIL: Tail = "bucket"
+"""The default."""
 LOG_FLOOR = -27.631021115928547  # log 1e-12
 
 
@@ -29,15 +31,44 @@ class Aligned(NamedTuple):
     """[..., S], constant."""
 
 
-def align(proposal: SparsePolicy, old: SparsePolicy, tail: Tail = "floor") -> Aligned:
-    """Bring ``proposal`` and ``old`` onto one support, with the given treatment of what was dropped."""
-    require_choice("tail", tail, ("floor", "bucket"))
+def align(proposal: SparsePolicy, old: SparsePolicy, tail: Tail | None = None) -> Aligned:
+    """Bring ``proposal`` and ``old`` onto one support, with the given treatment of what was dropped.
+
+    ``tail=None`` is the one that fits the proposal, see ``proposal_tail``.
+    """
+    tail = proposal_tail(proposal, tail)
     _check_pair(proposal, old)
     valid = proposal.valid & old.valid
     p, q = _join(proposal, old) if tail == "floor" else _bucket(proposal, old)
     one_hot = torch.full_like(q, -torch.inf)
     one_hot[..., 0] = 0.0
     return Aligned(*(torch.where(valid.unsqueeze(-1), x, one_hot).log_softmax(-1) for x in (p, q)))
+
+
+_TAIL_OF: dict[MadeBy | None, Tail | None] = {"sparsify": "floor", "restrict": "bucket", None: None}
+
+
+def proposal_tail(proposal: SparsePolicy, tail: Tail | None) -> Tail:
+    """The tail that fits a proposal: ``bucket`` for one made by ``restrict``, ``floor`` for one made by ``sparsify``.
+
+    Where it is not known how the proposal was made, ``tail``, or the default. A ``tail`` that does not fit is refused:
+    under ``floor``, ``restrict`` would drop the proposal's own tokens; under ``bucket``, ``sparsify`` would put tokens
+    into the bucket that the old policy has kept.
+    """
+    if tail is not None:
+        require_choice("tail", tail, get_args(Tail), TAIL)
+    fits = _TAIL_OF[proposal.made_by]
+    if tail is None or fits in (None, tail):
+        return tail or fits or TAIL
+    if tail == "bucket":
+        raise InputError(
+            "tail='bucket' needs a proposal on the tokens of the old policy, got one made by troll.sparsify",
+            "Make it with troll.restrict(logits, old), or pass tail='floor', the paper's treatment",
+        )
+    raise InputError(
+        "tail='floor' needs a proposal on its own most probable tokens, got one made by troll.restrict",
+        "Make it with troll.sparsify(logits, sampled), or pass tail='bucket', the default",
+    )
 
 
 def _join(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,12 @@ from troll.deferred import DeferredCheck, DeferredChecks, check_or_defer
 from troll.errors import InputError
 from troll.implementation import Impl
 from troll.policy.matmul import Products
-from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
+from troll.policy.positions import MAX_SUPPORT, TAIL_MASS, OnInvalid, Positions, check_support, check_vocabulary
 from troll.policy.recompute import ScoreRows
 from troll.policy.scoring import Logit, MostProbable, Scores, choose_for
 from troll.policy.single_pass import SinglePass, plan
 from troll.policy.sparse import SparsePolicy
+from troll.policy.sparsify import made_by
 
 
 class Scored(NamedTuple):
@@ -65,8 +66,8 @@ class Head:
         self,
         hidden: Tensor,
         sampled: Tensor,
-        max_support: int = 64,
-        tail_mass: float = 1e-5,
+        max_support: int = MAX_SUPPORT,
+        tail_mass: float = TAIL_MASS,
         *,
         temperature: float = 1.0,
         loss_mask: Tensor | None = None,
@@ -105,8 +106,8 @@ class Head:
         hidden: Tensor,
         target: Tensor | SparsePolicy,
         loss: TokenLoss,
-        max_support: int = 64,
-        tail_mass: float = 1e-5,
+        max_support: int = MAX_SUPPORT,
+        tail_mass: float = TAIL_MASS,
         *,
         temperature: float = 1.0,
         loss_mask: Tensor | None = None,
@@ -186,7 +187,7 @@ class _Rows:
 
     def __init__(self, head: Head, hidden: Tensor, positions: Positions, support: MostProbable | Tensor) -> None:
         _check(head, hidden, positions.shape)
-        self.head, self.positions = head, positions
+        self.head, self.positions, self.made_by = head, positions, made_by(support)
         self.flat = hidden.reshape(-1, hidden.shape[-1])
         counted = positions.counted
         self.at = None if counted is None or bool(counted.all()) else counted.nonzero()[:, 0]
@@ -220,7 +221,7 @@ class _Rows:
     def policy(self, ids: Tensor, log_probs: Tensor, log_tail: Tensor) -> SparsePolicy:
         """A policy at the temperature of these positions."""
         positions = self.positions
-        return SparsePolicy.trusted(ids, log_probs, log_tail, positions.vocab_size, positions.temperature)
+        return SparsePolicy.trusted(ids, log_probs, log_tail, positions.vocab_size, positions.temperature, self.made_by)
 
     def check(self, sampled: Tensor) -> DeferredCheck:
         """Whether a row has no distribution, which is where its slot 0 is −1."""

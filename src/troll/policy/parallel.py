@@ -33,18 +33,18 @@ from troll.deferred import DeferredCheck, run_checks
 from troll.errors import InputError
 from troll.implementation import Choice, Impl
 from troll.policy.head import Scored
-from troll.policy.positions import OnInvalid, check_support, check_vocabulary
+from troll.policy.positions import MAX_SUPPORT, TAIL_MASS, OnInvalid, check_support, check_vocabulary
 from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
 from troll.policy.scoring.reference import at_tokens, here, keep_enough, largest, log_tail_of, normalised
 from troll.policy.sparse import SparsePolicy
-from troll.policy.sparsify import _Rows
+from troll.policy.sparsify import _Rows, made_by
 
 
 def sparsify_parallel(
     logits: Tensor,
     sampled: Tensor,
-    max_support: int = 64,
-    tail_mass: float = 1e-5,
+    max_support: int = MAX_SUPPORT,
+    tail_mass: float = TAIL_MASS,
     *,
     group: dist.ProcessGroup | None,
     widths: Sequence[int] | None = None,
@@ -157,6 +157,7 @@ class _ShardRows(_Rows):
             log_tail.reshape(self.shape),
             vocab_size=self.vocab_size,
             temperature=self.temperature,
+            made_by=made_by(support),
         )
         return Scored(policy, entropy.reshape(self.shape))
 

@@ -14,6 +14,10 @@ from troll.errors import InputError, require_choice
 from troll.policy.sparse import check_temperature
 
 OnInvalid = Literal["raise", "mask"]
+MAX_SUPPORT = 64
+"""K, the most tokens kept per position, unless another number is given."""
+TAIL_MASS = 1e-5
+"""δ, the probability that may be dropped per position, unless another number is given."""
 
 
 def check_support(max_support: int, tail_mass: float) -> None:

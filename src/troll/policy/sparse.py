@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MASS_TOLERANCE = 1e-3  # fp32 log-probabilities of a million tokens sum to 1 within 1e-4
 _PAD = -1
+
+MadeBy = Literal["sparsify", "restrict"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,9 @@ class SparsePolicy:
     """[...] log of the probability outside the support."""
     vocab_size: int
     temperature: float = 1.0
+    made_by: MadeBy | None = None
+    """Whose tokens these are: the policy's own most probable ones (``sparsify``), or those another policy kept
+    (``restrict``); None where it is not known. Decides which ``tail`` fits a proposal, see ``troll.policy.align``."""
 
     def __post_init__(self) -> None:
         _check_form(self)
@@ -99,18 +104,23 @@ class SparsePolicy:
 
     def _map(self, f: Callable[[Tensor], Tensor]) -> SparsePolicy:
         return SparsePolicy.trusted(
-            f(self.token_ids), f(self.log_probs), f(self.log_tail), self.vocab_size, self.temperature
+            f(self.token_ids), f(self.log_probs), f(self.log_tail), self.vocab_size, self.temperature, self.made_by
         )
 
     @classmethod
     def trusted(
-        cls, token_ids: Tensor, log_probs: Tensor, log_tail: Tensor, vocab_size: int, temperature: float
+        cls,
+        token_ids: Tensor,
+        log_probs: Tensor,
+        log_tail: Tensor,
+        vocab_size: int,
+        temperature: float,
+        made_by: MadeBy | None = None,
     ) -> SparsePolicy:
         """A policy whose invariants hold by the way it was made: they are not checked."""
         policy = object.__new__(cls)
-        for name, value in zip(
-            cls.__dataclass_fields__, (token_ids, log_probs, log_tail, vocab_size, temperature), strict=True
-        ):
+        values = (token_ids, log_probs, log_tail, vocab_size, temperature, made_by)
+        for name, value in zip(cls.__dataclass_fields__, values, strict=True):
             object.__setattr__(policy, name, value)
         return policy
 

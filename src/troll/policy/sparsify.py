@@ -11,16 +11,16 @@ from torch.autograd.function import once_differentiable
 from troll.deferred import check_or_defer
 from troll.errors import InputError
 from troll.implementation import Choice, Impl
-from troll.policy.positions import OnInvalid, Positions, check_support, check_vocabulary
+from troll.policy.positions import MAX_SUPPORT, TAIL_MASS, OnInvalid, Positions, check_support, check_vocabulary
 from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
-from troll.policy.sparse import SparsePolicy
+from troll.policy.sparse import MadeBy, SparsePolicy
 
 
 def sparsify(
     logits: Tensor,
     sampled: Tensor,
-    max_support: int = 64,
-    tail_mass: float = 1e-5,
+    max_support: int = MAX_SUPPORT,
+    tail_mass: float = TAIL_MASS,
     *,
     temperature: float = 1.0,
     loss_mask: Tensor | None = None,
@@ -110,7 +110,13 @@ class _Rows(Positions):
             log_tail.reshape(self.shape),
             vocab_size=self.vocab_size,
             temperature=self.temperature,
+            made_by=made_by(support),
         )
+
+
+def made_by(support: MostProbable | Tensor) -> MadeBy:
+    """Which function makes a policy on this support."""
+    return "sparsify" if isinstance(support, MostProbable) else "restrict"
 
 
 class _ScoreLogits(torch.autograd.Function):

@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from troll.errors import InputError, require_choice
 from troll.objective import check_regression_coef
-from troll.policy import Tail, check_support
+from troll.policy import MAX_SUPPORT, TAIL, TAIL_MASS, Tail, check_support
 from troll.projection import KL_BOUND, check_kl_bound
 from troll.trl.bound_settings import BoundSettings, check_bounds
 from troll.trl.estimators import Estimator
@@ -51,15 +51,15 @@ class TROLLConfig(BoundSettings, GRPOConfig):
         metadata={"help": "Weight of the regression term, which pulls the network towards its projection."},
     )
     max_support: int = field(
-        default=64,
+        default=MAX_SUPPORT,
         metadata={"help": "Most tokens kept per position. 16 is worse, 256 no better."},
     )
     tail_mass: float = field(
-        default=1e-5,
+        default=TAIL_MASS,
         metadata={"help": "Probability per position that may be dropped: tokens are kept until 1 - tail_mass."},
     )
     tail: Tail = field(
-        default="bucket",
+        default=TAIL,
         metadata={
             "help": "What becomes of the dropped probability: 'bucket' counts it as one more outcome, never exceeds "
             "the true KL and needs one selection per rollout; 'floor' gives a missing token 1e-12, as the authors do, "

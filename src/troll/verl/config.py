@@ -11,7 +11,7 @@ from verl.workers.config import FSDPEngineConfig, McoreEngineConfig, PolicyLossC
 
 from troll.errors import InputError, require_choice
 from troll.objective import RatioLevel, check_regression_coef
-from troll.policy import Tail, check_support
+from troll.policy import MAX_SUPPORT, TAIL, TAIL_MASS, Tail, check_support
 from troll.projection import KL_BOUND, MAX_LOST_MASS, check_kl_bound
 
 LOSS_MODE = "troll"
@@ -96,7 +96,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     """The same ε for every token of the run; bounds that adapt are refused."""
     regression_coef: float = 1.0
     """α, weight of the regression term, which pulls the network towards its projection."""
-    tail: str = "bucket"
+    tail: str = TAIL
     """What becomes of dropped probability: one more outcome (``bucket``), or 1e-12 a token (``floor``)."""
     ratio_level: str = "token"
     """``token``, or ``sequence`` for the length-normalised ratio of GSPO."""
@@ -128,9 +128,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 class _Recorded:
     """What is recorded of the old policy, and of the proposal with ``tail=floor``."""
 
-    max_support: int = 64
+    max_support: int = MAX_SUPPORT
     """K, most tokens kept per position."""
-    tail_mass: float = 1e-5
+    tail_mass: float = TAIL_MASS
     """δ, probability that may be dropped: tokens are kept until 1 − δ."""
 
     def __post_init__(self) -> None:
