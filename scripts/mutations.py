@@ -39,7 +39,7 @@ MUTATIONS = [
              "[at] for x in (proposal, projected))", "[at] for x in (projected, proposal))"),
     Mutation("ratio of the unprojected policy", "objective/troll.py",
              "log_ratio = projection.log_probs[..., 0]", "log_ratio = projection.proposal[..., 0]"),
-    Mutation("GSPO without stop-gradient", "objective/ratio.py", "value = log_ratio.detach()", "value = log_ratio"),
+    Mutation("GSPO without stop-gradient", "objective/token_loss.py", "value = log_ratio.detach()", "value = log_ratio"),
     Mutation("clip takes the maximum", "objective/baselines.py", "torch.minimum(plain", "torch.maximum(plain"),
     Mutation("sequence mean over all tokens", "objective/aggregation.py", "return lengths.clamp(min=1) if", "return lengths.max() if"),
     Mutation("a controller that runs away", "objective/bound/controllers.py", "self._sign * self.gain", "-self._sign * self.gain"),

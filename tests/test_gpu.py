@@ -33,8 +33,8 @@ def test_selection_is_bit_equal_to_the_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tail", ["floor", "bucket"])
-@pytest.mark.parametrize("ratio_level", ["token", "sequence"])
-def test_loss_and_gradient(tail: str, ratio_level: str) -> None:
+@pytest.mark.parametrize("importance_sampling_level", ["token", "sequence"])
+def test_loss_and_gradient(tail: str, importance_sampling_level: str) -> None:
     old, new, sampled = (x.view(8, 16, *x.shape[1:]) for x in logits(128, 5000, torch.float32, 1.0))
     advantages, mask = torch.linspace(-1, 1, 8), torch.rand(8, 16, generator=torch.Generator().manual_seed(1)) < 0.8
 
@@ -46,7 +46,7 @@ def test_loss_and_gradient(tail: str, ratio_level: str) -> None:
             *(proposal, policy, advantages.to(device), mask.to(device)),
             kl_bound=0.05,
             tail=tail,
-            ratio_level=ratio_level,
+            importance_sampling_level=importance_sampling_level,
         )
         loss.backward()
         return loss.cpu(), x.grad.cpu(), {k: v.cpu() for k, v in metrics.items()}

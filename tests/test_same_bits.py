@@ -81,7 +81,7 @@ def losses(tail: str, level: str, impl: Any) -> dict[str, Tensor]:
     given = batch()
     leaf = (given["hidden"] @ given["weight"].T).requires_grad_()
     proposal, old = policies(tail, impl, given, leaf)
-    chosen = {"kl_bound": 0.05, "tail": tail, "ratio_level": level, "impl": impl}
+    chosen = {"kl_bound": 0.05, "tail": tail, "importance_sampling_level": level, "impl": impl}
     loss, metrics = troll.troll_loss(proposal, old, given["advantages"], given["mask"], **chosen)
     loss.backward()
     return {"loss": loss.detach(), "grad": leaf.grad, **{f"metric/{k}": v for k, v in sorted(metrics.items())}}
@@ -121,7 +121,7 @@ def clipping(level: str) -> dict[str, Tensor]:
     given = batch()
     leaf = (given["hidden"] @ given["weight"].T).requires_grad_()
     pair = policies("floor", "reference", given, leaf)
-    chosen = {"tail": "floor", "ratio_level": level, "impl": "reference"}
+    chosen = {"tail": "floor", "importance_sampling_level": level, "impl": "reference"}
     loss, _ = troll.clip_loss(*pair, given["advantages"], given["mask"], **chosen)
     loss.backward()
     return {"loss": loss.detach(), "grad": leaf.grad}

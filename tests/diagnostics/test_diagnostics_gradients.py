@@ -97,8 +97,11 @@ def test_the_closed_forms(seed, distance):
     [
         (unconstrained_loss, {}),
         (clip_loss, {"clip_high": 0.3}),
-        (troll_loss, {"kl_bound": EPS, "regression_coef": 0.5}),
-        (troll_loss, {"kl_bound": EPS, "ratio_level": "sequence", "aggregation": "sequence_mean"}),
+        (troll_loss, {"kl_bound": EPS, "regression_coef": 0.5, "tail": "floor"}),
+        (
+            troll_loss,
+            {"kl_bound": EPS, "tail": "floor", "importance_sampling_level": "sequence", "aggregation": "sequence_mean"},
+        ),
     ],
 )
 def test_autograd_through_the_losses_on_dense_logits(loss, options, temperature):
@@ -186,7 +189,9 @@ def test_single_precision_says_the_same():
     """Ratios of size 10 and less, rounded to fp32, are off by 1e-6 of their size; the solver's t by as much."""
     _, proposal, old, advantages, mask = random_pair(9, distance=0.8)
     narrow = [
-        SparsePolicy(x.token_ids, x.log_probs.detach().float(), x.log_tail.detach().float(), x.vocab_size)
+        SparsePolicy(
+            x.token_ids, x.log_probs.detach().float(), x.log_tail.detach().float(), x.vocab_size, made_by=x.made_by
+        )
         for x in (proposal, old)
     ]
     found = compare_gradients(*narrow, advantages.float(), mask, kl_bound=EPS)

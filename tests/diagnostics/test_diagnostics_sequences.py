@@ -227,7 +227,9 @@ def test_single_precision_says_the_same(seed):
     five such terms by a few times as much: 1e-5 leaves room."""
     _, proposal, old, _, mask = random_pair(seed, distance=0.8)
     narrow = [
-        SparsePolicy(x.token_ids, x.log_probs.detach().float(), x.log_tail.detach().float(), x.vocab_size)
+        SparsePolicy(
+            x.token_ids, x.log_probs.detach().float(), x.log_tail.detach().float(), x.vocab_size, made_by=x.made_by
+        )
         for x in (proposal, old)
     ]
     terms, single = sequence_terms(proposal, old, mask), sequence_terms(*narrow, mask)

@@ -142,7 +142,7 @@ def test_kl_per_token_is_its_definition_and_the_metric():
             expected = sum(float(a * (a / b).log()) for a, b in zip(p[i, t], q[i, t], strict=True)) if mask[i, t] else 0
             assert float(kl[i, t]) == pytest.approx(expected, rel=1e-10)
     assert not kl.requires_grad
-    _, metrics = troll_loss(proposal, old, advantages, mask, kl_bound=0.05)
+    _, metrics = troll_loss(proposal, old, advantages, mask, kl_bound=0.05, tail="floor")
     found = by_position(kl, mask, bins=1, kl_bound=0.05)
     assert found.mean.item() == pytest.approx(metrics["kl_before/mean"].item(), rel=1e-10)
     assert found.p99.item() == pytest.approx(metrics["kl_before/p99"].item(), rel=1e-10)

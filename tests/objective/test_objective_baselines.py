@@ -59,7 +59,7 @@ QUADRANTS = [
 @pytest.mark.parametrize(("advantage", "ratio", "objective", "moves"), QUADRANTS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_symmetric_clip(advantage, ratio, objective, moves, level):
-    loss, slope, metrics = clip_at(ratio, advantage, ratio_level=level)
+    loss, slope, metrics = clip_at(ratio, advantage, importance_sampling_level=level)
     assert loss == pytest.approx(-objective, **EXACT)
     if moves:
         assert slope == pytest.approx(-ratio * advantage, **EXACT)
@@ -168,7 +168,13 @@ def reference_clip(logits, anchor, case, low, high, dual, level, rule, weights):
 def test_clip_of_random_batches(seed, distance, low, high, dual, level, rule):
     case = make_case(seed=seed, distance=distance)
     weights = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
-    options = {"clip_low": low, "clip_high": high, "dual_clip": dual, "ratio_level": level, "aggregation": rule}
+    options = {
+        "clip_low": low,
+        "clip_high": high,
+        "dual_clip": dual,
+        "importance_sampling_level": level,
+        "aggregation": rule,
+    }
     loss, _, _ = evaluate(clip_loss, case, importance_weights=weights, K=2, **options)  # K: full softmax all the same
     z = case.logits.tolist()
     assert loss.item() == pytest.approx(reference_clip(z, z, case, low, high, dual, level, rule, weights), rel=1e-11)
@@ -180,7 +186,12 @@ def test_gradient_of_the_whole_chain(level, dual):
     case = make_case(seed=2, B=2, T=3, V=5, distance=1.0)
     weights = torch.tensor([[0.5, 2.0, 1.5], [0.1, 3.0, 0.7]], dtype=torch.float64)
     _, grad, metrics = evaluate(
-        clip_loss, case, dual_clip=dual, ratio_level=level, importance_weights=weights, aggregation="sequence_mean"
+        clip_loss,
+        case,
+        dual_clip=dual,
+        importance_sampling_level=level,
+        importance_weights=weights,
+        aggregation="sequence_mean",
     )
     assert 0 < metrics["clipped_fraction"] < 1
     anchor = case.logits.tolist()
@@ -200,7 +211,7 @@ def test_the_sequence_level_is_gspo():
         case.with_(advantages=A),
         clip_low=3e-4,
         clip_high=4e-4,
-        ratio_level="sequence",
+        importance_sampling_level="sequence",
         aggregation="sequence_mean",
     )
     logits = case.leaf()
@@ -225,7 +236,7 @@ def test_extreme_log_ratios_are_finite(loss_function, level, gap, advantage):
         sampled=torch.zeros(1, 1, dtype=torch.long),
         advantages=torch.tensor([advantage]),
     )
-    loss, grad, metrics = evaluate(loss_function, case, ratio_level=level)
+    loss, grad, metrics = evaluate(loss_function, case, importance_sampling_level=level)
     assert bool(loss.isfinite())
     assert bool(grad.isfinite().all())
     assert all(bool(value.isfinite()) for value in metrics.values())
@@ -255,7 +266,9 @@ def test_unconstrained_by_hand():
     assert plain.item() == pytest.approx(-(0.8 + 1 - 6) / 3, rel=1e-14)
     weighted, _ = unconstrained_loss(proposal, old, A, mask, importance_weights=w, aggregation="sequence_mean")
     assert weighted.item() == pytest.approx(-((0.8 + 2) / 2 - 3) / 2, rel=1e-14)
-    sequence, _ = unconstrained_loss(proposal, old, A, mask, ratio_level="sequence", aggregation="sequence_mean")
+    sequence, _ = unconstrained_loss(
+        proposal, old, A, mask, importance_sampling_level="sequence", aggregation="sequence_mean"
+    )
     assert sequence.item() == pytest.approx(-(math.sqrt(0.8) - 6) / 2, rel=1e-14)
 
 
@@ -272,8 +285,8 @@ def test_unconstrained_gradient_is_the_ratio_times_reinforce():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_clip_so_wide_that_nothing_is_clipped_is_the_unconstrained_loss(level):
     case = make_case(distance=2.0)
-    wide = evaluate(clip_loss, case, clip_low=1.0, clip_high=INF, ratio_level=level)
-    plain = evaluate(unconstrained_loss, case, ratio_level=level)
+    wide = evaluate(clip_loss, case, clip_low=1.0, clip_high=INF, importance_sampling_level=level)
+    plain = evaluate(unconstrained_loss, case, importance_sampling_level=level)
     assert torch.equal(wide[0], plain[0])
     torch.testing.assert_close(wide[1], plain[1], rtol=1e-14, atol=0)  # ½ g + ½ g at the tie of the minimum
     assert wide[2]["clipped_fraction"] == 0
@@ -296,7 +309,7 @@ def test_the_three_losses_share_their_arguments():
     assert set(plain) < set(clip)
     assert set(plain) < set(troll)
     assert set(clip) - set(plain) == {"clip_low", "clip_high", "dual_clip"}
-    assert set(troll) - set(plain) == {"kl_bound", "regression_coef", "solver", "max_lost_mass"}
+    assert set(troll) - set(plain) == {"preset", "kl_bound", "regression_coef", "solver", "max_lost_mass"}
     for name, parameter in plain.items():
         assert parameter == clip[name] == troll[name]  # name, kind, default and annotation
     assert [p.kind for p in plain.values()][:5] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 4 + [
@@ -321,7 +334,7 @@ def test_the_three_losses_share_their_metrics():
 def test_on_policy_all_three_are_the_same(seed, level):
     """Which is why a schedule of one update per rollout compares nothing."""
     case = make_case(seed=seed, distance=0.0)
-    results = [evaluate(f, case, ratio_level=level) for f in (troll_loss, clip_loss, unconstrained_loss)]
+    results = [evaluate(f, case, importance_sampling_level=level) for f in (troll_loss, clip_loss, unconstrained_loss)]
     for loss, grad, _ in results[1:]:
         torch.testing.assert_close(loss, results[0][0], rtol=1e-13, atol=1e-14)
         torch.testing.assert_close(grad, results[0][1], rtol=1e-11, atol=1e-14)

@@ -25,7 +25,7 @@ WAYS = ["whole", "chunks", "recompute"]
 RULES = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
 BOUND = 0.05
-GIVEN = {"max_support": K, "tail_mass": 1e-3, "kl_bound": BOUND}
+GIVEN = {"max_support": K, "tail_mass": 1e-3, "kl_bound": BOUND, "tail": "floor"}
 
 
 def interpreted(test: Any) -> Any:
@@ -107,7 +107,7 @@ def fused(
         if way is not None:
             patch.setattr(head_module, "plan", planned)
         loss, metrics = fused_troll_loss(
-            case.leaves[0], case.head(impl), case.old, advantages, mask, tail=tail, **{**GIVEN, **options}
+            case.leaves[0], case.head(impl), case.old, advantages, mask, **{**GIVEN, "tail": tail, **options}
         )
     return Outcome(loss.detach(), torch.autograd.grad(loss, case.leaves), metrics)
 
@@ -209,7 +209,7 @@ def test_masks(tail: str, mask: Tensor) -> None:
 def test_a_support_of_the_proposal_of_another_size() -> None:
     case = make()
     policy, _ = case.head("reference").sparsify(case.leaves[0], case.old.sampled, 5, 0.1)
-    loss, metrics = troll_loss(policy, case.old, case.advantages, MASK, kl_bound=BOUND, impl="reference")
+    loss, metrics = troll_loss(policy, case.old, case.advantages, MASK, kl_bound=BOUND, tail="floor", impl="reference")
     ours = fused(case, max_support=5, tail_mass=0.1)
     torch.testing.assert_close(ours.loss, loss.detach(), rtol=1e-11, atol=1e-11)
     assert ours.metrics["support_size/proposal"] == metrics["support_size/proposal"] < 6
@@ -437,18 +437,18 @@ def truncated(lost: float, counted: float) -> tuple[Case, Tensor]:
 def test_more_lost_mass_than_the_limit(lost: float, counted: float, refused: bool) -> None:
     """Judged over the counted tokens, as ``troll_loss`` does, with its words."""
     case, mask = truncated(lost, counted)
-    options = {"max_support": 3, "tail_mass": 0.0}
+    options = {"tail": "floor", "max_support": 3, "tail_mass": 0.0}
     policy, _ = case.head("reference").sparsify(case.leaves[0], case.old.sampled, 3, 0.0, loss_mask=mask)
     if refused:
         with pytest.raises(InputError) as theirs:
-            troll_loss(policy, case.old, case.advantages, mask)
+            troll_loss(policy, case.old, case.advantages, mask, tail="floor")
         with pytest.raises(InputError) as ours:
             call(case, loss_mask=mask, **options)
         assert str(ours.value) == str(theirs.value)
         assert "max_lost_mass=0.1" in ours.value.expected
         call(case, loss_mask=mask, max_lost_mass=0.6, **options)
     else:
-        _, metrics = troll_loss(policy, case.old, case.advantages, mask)
+        _, metrics = troll_loss(policy, case.old, case.advantages, mask, tail="floor")
         found = fused_troll_loss(case.leaves[0], case.head(), case.old, case.advantages, mask, **options)[1]
         torch.testing.assert_close(found["lost_mass"], metrics["lost_mass"], rtol=1e-12, atol=0)
         assert found["lost_mass"] > 0.04

@@ -145,8 +145,8 @@ def test_finite_and_inside_whatever_comes(seed, scale, distance, bound, tail, K,
     case = make_case(seed=seed, B=2, T=3, V=8, dtype=torch.float32).with_(
         old_logits=old_logits, logits=old_logits + distance * torch.randn(2, 3, 8, generator=g)
     )
-    assert_sound(evaluate(troll_loss, case, tail=tail, K=K, kl_bound=bound, ratio_level=level), bound)
+    assert_sound(evaluate(troll_loss, case, tail=tail, K=K, kl_bound=bound, importance_sampling_level=level), bound)
     # The sum of p log p/q in fp64 cancels to 1e-16 times its terms, below 1e-5 of every bound here.
     assert bool((kl_of_projected(case, bound, tail, K) <= bound * (1 + 1e-5)).all())
     for other in (clip_loss, unconstrained_loss):
-        assert_sound(evaluate(other, case, tail=tail, K=K, ratio_level=level))
+        assert_sound(evaluate(other, case, tail=tail, K=K, importance_sampling_level=level))

@@ -50,10 +50,12 @@ def poisoned(case, value):
 def test_nothing_leaks_from_under_the_mask(loss_function, tail, level, value):
     case = make_case()
     weights = torch.rand(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
-    clean = evaluate(loss_function, case, tail=tail, K=4, ratio_level=level, importance_weights=weights)
+    clean = evaluate(loss_function, case, tail=tail, K=4, importance_sampling_level=level, importance_weights=weights)
     dirty_weights = weights.masked_fill(~case.mask, value)
     dirty = poisoned(case, value)
-    result = evaluate(loss_function, dirty, tail=tail, K=4, ratio_level=level, importance_weights=dirty_weights)
+    result = evaluate(
+        loss_function, dirty, tail=tail, K=4, importance_sampling_level=level, importance_weights=dirty_weights
+    )
     for ours, theirs in zip(result[:2], clean[:2], strict=True):
         assert torch.equal(ours, theirs)
     for name, metric in result[2].items():
@@ -90,7 +92,7 @@ def test_padding_adds_nothing(loss_function, tail, level, rule):
     case = case.with_(mask=gaps)
     rows, columns = torch.tensor([0, 2]), torch.tensor([0, 2, 3])
     compact = case.rows(rows).rows((slice(None), columns))
-    options = {"tail": tail, "K": 4, "ratio_level": level, "aggregation": rule}
+    options = {"tail": tail, "K": 4, "importance_sampling_level": level, "aggregation": rule}
     options["max_length"] = 9 if rule == "constant" else None
     loss, grad, metrics = evaluate(loss_function, poisoned(case, NAN), **options)
     assert_same((loss, grad[rows][:, columns], metrics), evaluate(loss_function, compact, **options))
@@ -114,7 +116,7 @@ def test_sequence_by_sequence_with_the_total_of_the_batch(loss_function, rule, s
     case = make_case(seed=seed)
     case = case.with_(mask=case.mask & (torch.arange(3) != seed % 4)[:, None])  # often with an empty sequence
     total = case.mask.sum() if rule == "token_mean" else case.mask.any(-1).sum()
-    options = {"tail": tail, "K": 4, "ratio_level": level, "aggregation": rule}
+    options = {"tail": tail, "K": 4, "importance_sampling_level": level, "aggregation": rule}
     options["max_length"] = 9 if rule == "constant" else None
     whole, whole_grad, _ = evaluate(loss_function, case, **options)
     parts = [evaluate(loss_function, case.rows(slice(i, i + 1)), total=total, **options) for i in range(3)]
@@ -130,7 +132,7 @@ def test_sequence_by_sequence_with_the_total_of_the_batch(loss_function, rule, s
 def test_the_order_of_sequences_does_not_matter(loss_function, seed, tail, level):
     case = make_case(seed=seed, B=5)
     order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
-    options = {"tail": tail, "K": 4, "ratio_level": level, "aggregation": "sequence_mean"}
+    options = {"tail": tail, "K": 4, "importance_sampling_level": level, "aggregation": "sequence_mean"}
     loss, grad, metrics = evaluate(loss_function, case, **options)
     assert_same(evaluate(loss_function, case.rows(order), **options), (loss, grad[order], metrics))
 
@@ -189,7 +191,7 @@ def test_all_padding_is_zero_with_zero_gradient(loss_function, tail, level, rule
         loss_function,
         case,
         tail=tail,
-        ratio_level=level,
+        importance_sampling_level=level,
         aggregation=rule,
         max_length=9 if rule == "constant" else None,
         importance_weights=torch.full((3,), NAN, dtype=torch.float64),

@@ -13,7 +13,7 @@ from objective_cases import by_hand, evaluate, kl, make_case, policies, project_
 
 import troll.objective.troll
 from troll import SparsePolicy, clip_loss, project, troll_loss, unconstrained_loss
-from troll.objective.metrics import high, mean
+from troll.objective.metrics import IMPORTANT, REDUCTIONS, high, mean, reduction
 from troll.policy import align
 from troll.projection import project_normalised
 
@@ -78,7 +78,8 @@ def test_unconstrained_by_hand():
 def test_unconstrained_sequences_by_hand():
     s = math.sqrt(0.8)
     ratio = {"ratio/mean": (s + s + 3) / 3, "ratio/p99": s, "ratio/max": 3.0, "ratio/min": s}
-    assert run(unconstrained_loss, ratio_level="sequence") == pytest.approx({**COMMON, **ratio}, rel=1e-12, abs=1e-14)
+    found = run(unconstrained_loss, importance_sampling_level="sequence")
+    assert found == pytest.approx({**COMMON, **ratio}, rel=1e-12, abs=1e-14)
 
 
 @LOSSES
@@ -130,14 +131,16 @@ def test_troll_by_hand():
 def test_solver_steps_are_of_active_tokens():
     case = make_case(distance=0.6)
     proposal, old = policies(case)
-    _, metrics = troll_loss(proposal, old, case.advantages, case.mask, kl_bound=0.05)
+    _, metrics = troll_loss(proposal, old, case.advantages, case.mask, kl_bound=0.05, tail="floor")
     projection = project(*align(proposal, old), 0.05)
     steps = projection.iterations[projection.active & case.mask]
     assert 1 < len(steps) < case.mask.sum()
     assert len(set(steps.tolist())) > 1
     assert metrics["solver_steps/mean"].item() == pytest.approx(steps.double().mean().item(), rel=1e-14)
     assert metrics["solver_steps/max"] == steps.max()
-    _, bracketing = troll_loss(proposal, old, case.advantages, case.mask, kl_bound=0.05, solver="bracketing")
+    _, bracketing = troll_loss(
+        proposal, old, case.advantages, case.mask, kl_bound=0.05, tail="floor", solver="bracketing"
+    )
     assert bracketing["solver_steps/max"] > metrics["solver_steps/max"]  # another solver, other steps
 
 
@@ -233,10 +236,14 @@ def test_skipped_tokens_are_counted_and_left_out(loss_function, side, bad, level
     broken[2, 3, 0] = bad  # under the mask: neither counted nor skipped
     assert not case.mask[2, 3]
     assert bool(case.mask[0, 1] & case.mask[1, 0])
-    loss, grad, metrics = evaluate(loss_function, case.with_(**{side: broken}), on_invalid="mask", ratio_level=level)
+    loss, grad, metrics = evaluate(
+        loss_function, case.with_(**{side: broken}), on_invalid="mask", importance_sampling_level=level
+    )
     mask = case.mask.clone()
     mask[0, 1] = mask[1, 0] = False
-    expected, expected_grad, expected_metrics = evaluate(loss_function, case.with_(mask=mask), ratio_level=level)
+    expected, expected_grad, expected_metrics = evaluate(
+        loss_function, case.with_(mask=mask), importance_sampling_level=level
+    )
     assert metrics.pop("skipped_tokens") == 2
     assert expected_metrics.pop("skipped_tokens") == 0
     assert torch.equal(loss, expected)
@@ -282,7 +289,9 @@ def test_metrics_are_detached_scalars(loss_function, tail, level):
     case = make_case()
     options = {"dual_clip": 3.0} if loss_function is clip_loss else {}
     proposal, old = policies(case, case.leaf(), tail=tail, K=3)
-    loss, metrics = loss_function(proposal, old, case.advantages, case.mask, tail=tail, ratio_level=level, **options)
+    loss, metrics = loss_function(
+        proposal, old, case.advantages, case.mask, tail=tail, importance_sampling_level=level, **options
+    )
     assert loss.requires_grad
     assert loss.shape == ()
     for name, value in metrics.items():
@@ -336,3 +345,20 @@ def test_an_empty_batch_is_all_zeros(loss_function, tail, shape):
     assert torch.autograd.grad(loss, leaf, allow_unused=True)[0] is not None
     assert {name: value.item() for name, value in metrics.items()} == dict.fromkeys(metrics, 0)
     assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+
+
+def test_every_metric_has_a_reduction_in_the_table():
+    """And the table has no other, but for those that trainers add."""
+    case = make_case()
+    losses = [(troll_loss, {}), (clip_loss, {"dual_clip": 3.0}), (unconstrained_loss, {})]
+    names = {name for loss, options in losses for name in evaluate(loss, case, **options)[2]}
+    assert set(REDUCTIONS) - names == {"kl_bound", "regression_coef", "unscored_completions"}
+    assert names <= set(REDUCTIONS)
+    assert set(IMPORTANT) <= names
+
+
+def test_extremes_and_counts_are_not_averaged():
+    for name, how in REDUCTIONS.items():
+        last = name.rsplit("/")[-1]
+        expected = last if last in ("max", "min") else "sum" if name.endswith(("_tokens", "_completions")) else "mean"
+        assert how == reduction(name) == expected, name

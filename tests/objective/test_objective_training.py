@@ -30,8 +30,12 @@ def chain(loss_function, tail, **options):
     ("loss_function", "tail", "options"),
     [
         (troll_loss, "floor", {}),
-        (troll_loss, "bucket", {"ratio_level": "sequence", "aggregation": "sequence_mean", "solver": "bracketing"}),
-        (clip_loss, "floor", {"dual_clip": 3.0, "ratio_level": "sequence"}),
+        (
+            troll_loss,
+            "bucket",
+            {"importance_sampling_level": "sequence", "aggregation": "sequence_mean", "solver": "bracketing"},
+        ),
+        (clip_loss, "floor", {"dual_clip": 3.0, "importance_sampling_level": "sequence"}),
         (unconstrained_loss, "bucket", {"aggregation": "constant", "max_length": 16}),
     ],
 )
@@ -94,7 +98,7 @@ def chance(logits):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rewarded_tokens_gain_and_punished_ones_lose(tail, level):
     good, bad = chance(rollout()[0])
-    logits, history = train(troll_loss, 8, tail=tail, ratio_level=level, kl_bound=0.05)
+    logits, history = train(troll_loss, 8, tail=tail, importance_sampling_level=level, kl_bound=0.05)
     new_good, new_bad = chance(logits)
     assert bool((new_good > good).all())
     assert bool((new_bad < bad).all())
@@ -126,7 +130,9 @@ def test_without_advantages_a_policy_outside_comes_back_to_the_region():
     optimizer = torch.optim.SGD([logits], lr=30.0)  # a mean over thirty tokens: a step of one for each
     before, after = None, None
     for step in range(200):
-        loss, metrics = troll_loss(sparsify(logits, sampled, 8, 0.0), old, 0 * advantages, mask, kl_bound=0.05)
+        loss, metrics = troll_loss(
+            sparsify(logits, sampled, 8, 0.0), old, 0 * advantages, mask, kl_bound=0.05, tail="floor"
+        )
         before = metrics if step == 0 else before
         optimizer.zero_grad()
         loss.backward()

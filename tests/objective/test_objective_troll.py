@@ -65,7 +65,12 @@ def test_value_and_gradient_of_the_whole_chain(tail, support, arguments):
     weights = weights if arguments.pop("weights", False) else None
     temperature = arguments.get("temperature", 1.0)
 
-    names = {"bound": "kl_bound", "alpha": "regression_coef", "level": "ratio_level", "rule": "aggregation"}
+    names = {
+        "bound": "kl_bound",
+        "alpha": "regression_coef",
+        "level": "importance_sampling_level",
+        "rule": "aggregation",
+    }
     options = {names.get(name, name): value for name, value in arguments.items() if name != "temperature"}
     loss, grad, metrics = evaluate(
         troll_loss, case, tail=tail, temperature=temperature, importance_weights=weights, **support, **options
@@ -163,15 +168,16 @@ def test_one_token_inside_and_one_outside_by_hand():
     assert loss.item() == pytest.approx((outside - 2 * 1.1) / 2, rel=1e-12)
 
 
-def test_defaults_are_those_of_the_paper_but_for_the_bound():
+def test_defaults_are_those_of_the_preset():
     defaults = {k: p.default for k, p in inspect.signature(troll_loss).parameters.items() if p.default is not p.empty}
     assert defaults == {
-        "kl_bound": 0.2,
-        "regression_coef": 1.0,
-        "tail": "floor",
+        "preset": "default",
+        "kl_bound": None,
+        "regression_coef": None,
+        "tail": None,
         "solver": "newton",
         "max_lost_mass": 0.1,
-        "ratio_level": "token",
+        "importance_sampling_level": "token",
         "aggregation": "token_mean",
         "max_length": None,
         "total": None,
@@ -189,7 +195,7 @@ def test_defaults_are_those_of_the_paper_but_for_the_bound():
 @pytest.mark.parametrize(("tail", "K"), [("floor", None), ("bucket", None), ("bucket", 3)])
 def test_on_policy_it_is_reinforce(tail, K, rule, level):
     case = make_case(distance=0.0)
-    loss, grad, metrics = evaluate(troll_loss, case, tail=tail, K=K, aggregation=rule, ratio_level=level)
+    loss, grad, metrics = evaluate(troll_loss, case, tail=tail, K=K, aggregation=rule, importance_sampling_level=level)
     torch.testing.assert_close(loss, -aggregate(case.advantages, case.mask, rule), **EXACT)
     logits = case.leaf()
     log_pi = logits.log_softmax(-1).gather(-1, case.sampled[..., None])[..., 0]
@@ -219,7 +225,7 @@ def test_on_policy_with_floors_the_support_is_the_whole_world():
 @pytest.mark.parametrize(("tail", "K"), [("floor", None), ("bucket", None), ("bucket", 2)])
 def test_without_a_bound_it_is_the_unconstrained_loss(tail, K, level):
     case = make_case(distance=2.0)
-    common = {"tail": tail, "K": K, "ratio_level": level, "aggregation": "sequence_mean"}
+    common = {"tail": tail, "K": K, "importance_sampling_level": level, "aggregation": "sequence_mean"}
     loss, grad, metrics = evaluate(troll_loss, case, kl_bound=INF, regression_coef=0.0, **common)
     expected, expected_grad, _ = evaluate(unconstrained_loss, case, **common)
     torch.testing.assert_close(loss, expected, **EXACT)
@@ -365,15 +371,15 @@ def test_the_ratio_is_not_clipped():
 def test_importance_weights_multiply_the_ratio_and_not_the_regression(level):
     case = make_case()
     w = torch.rand(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
-    weighted = evaluate(troll_loss, case, importance_weights=w, ratio_level=level)
-    scaled = evaluate(troll_loss, case.with_(advantages=case.advantages * w), ratio_level=level)
-    pull = evaluate(troll_loss, without_advantages(case), importance_weights=w, ratio_level=level)
-    plain_pull = evaluate(troll_loss, without_advantages(case), ratio_level=level)
+    weighted = evaluate(troll_loss, case, importance_weights=w, importance_sampling_level=level)
+    scaled = evaluate(troll_loss, case.with_(advantages=case.advantages * w), importance_sampling_level=level)
+    pull = evaluate(troll_loss, without_advantages(case), importance_weights=w, importance_sampling_level=level)
+    plain_pull = evaluate(troll_loss, without_advantages(case), importance_sampling_level=level)
     for i in (0, 1):  # loss and gradient
         torch.testing.assert_close(weighted[i], scaled[i], **EXACT)
         assert torch.equal(pull[i], plain_pull[i])
     # They do not touch what is reported.
-    for name, value in evaluate(troll_loss, case, ratio_level=level)[2].items():
+    for name, value in evaluate(troll_loss, case, importance_sampling_level=level)[2].items():
         assert torch.equal(weighted[2][name], value), name
 
 
@@ -412,7 +418,7 @@ def test_one_bound_per_token():
 def test_both_solvers_agree(level, seed, distance, tail):
     case = make_case(seed=seed, distance=distance)
     (loss, grad, _), (other, other_grad, _) = (
-        evaluate(troll_loss, case, tail=tail, K=4, solver=solver, ratio_level=level)
+        evaluate(troll_loss, case, tail=tail, K=4, solver=solver, importance_sampling_level=level)
         for solver in ("newton", "bracketing")
     )
     # Both reach 1e-12 relative on t, or better; ratios and KLs have condition numbers of about a hundred.

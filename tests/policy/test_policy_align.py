@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from policy_cases import F32, F64, INF, by_hand, close, ids, normal, refuses, same_bits, ulp
 from torch import Tensor
 
-from troll.policy import LOG_FLOOR, SparsePolicy, Tail, align, restrict, sparsify, token_kl
+from troll.errors import InputError
+from troll.policy import LOG_FLOOR, SparsePolicy, Tail, align, proposal_tail, restrict, sparsify, token_kl
 
 TAILS: list[Tail] = ["floor", "bucket"]
 
@@ -50,11 +51,11 @@ def test_bucket_by_hand() -> None:
     assert token_kl(p, q).item() == close(0.25 * math.log(2) + 0.375 * math.log(1.5), rel=1e-14)
 
 
-def test_floor_is_the_default_and_is_log_1e12() -> None:
+def test_the_floor_is_log_1e12() -> None:
     assert math.exp(LOG_FLOOR) == close(1e-12, rel=1e-14)
     for dtype, rel in ((F32, 2e-7), (F64, 1e-15)):  # some ulp of the type: also of its floor
         old, proposal = by_hand([[0, 1]], [[0.5, 0.25]], 4, dtype), by_hand([[0, 2]], [[0.5, 0.25]], 4, dtype)
-        p, q = align(proposal, old)
+        p, q = align(proposal, old, "floor")
         total = 0.75 + 1e-12
         expected = [math.log(0.5 / total), math.log(1e-12 / total), -INF, math.log(0.25 / total)]
         assert p[0].tolist() == close(expected, rel=rel)
@@ -141,7 +142,7 @@ def test_the_union_equals_a_dictionary(data: st.DataObject, sampled: int) -> Non
     slots = old.token_ids[0].tolist() + new
     assert {i for i in slots if i >= 0} == {*sides[0], *sides[1]}
     assert slots[0] == sampled
-    for aligned, side, floor in zip(align(proposal, old), sides, floors, strict=True):
+    for aligned, side, floor in zip(align(proposal, old, "floor"), sides, floors, strict=True):
         expected = [side.get(i, floor) if i >= 0 else 0.0 for i in slots]
         total = math.fsum(expected)
         # 16 slots: a log-softmax of numbers down to −28, exponentiated: some 30 eps
@@ -397,6 +398,20 @@ def test_an_old_policy_with_gradient_is_refused(tail: Tail) -> None:
     assert not align(live, live.detach(), tail).old.requires_grad
 
 
+def test_the_tail_fits_how_the_proposal_was_made() -> None:
+    """``floor`` after ``restrict`` would run and train on other numbers; ``bucket`` after ``sparsify`` as well."""
+    logits, sampled = normal(3, 9, seed=125), torch.tensor([0, 1, 2])
+    old = sparsify(normal(3, 9, seed=126), sampled, 4)
+    own, given = sparsify(logits, sampled, 4), restrict(logits, old)
+    for policy, fits, other in ((own, "floor", "bucket"), (given, "bucket", "floor")):
+        for part in (policy, policy[1:], policy.flatten(), policy.detach()):
+            before = old[1:] if len(part.token_ids) == 2 else old
+            assert all(same_bits(a, b) for a, b in zip(align(part, before), align(part, before, fits), strict=True))
+            with pytest.raises(InputError, match=f"tail='{other}' needs a proposal"):
+                align(part, before, other)  # type: ignore[arg-type]
+    assert proposal_tail(own.pack().unpack(), old, None) == "bucket"  # not known: the default
+
+
 def test_bucket_needs_the_old_support() -> None:
     old = by_hand([[0, 1]], [[0.5, 0.25]], 6)
     for proposal in (
@@ -413,5 +428,5 @@ def test_bucket_needs_the_old_support() -> None:
 
 
 def test_unknown_tails_are_refused() -> None:
-    with refuses("tail='drop'", "'floor' or 'bucket'", "tail='floor', the default"):
+    with refuses("tail='drop'", "'floor' or 'bucket'", "tail='bucket', the default"):
         align(one(), one(), "drop")  # type: ignore[arg-type]

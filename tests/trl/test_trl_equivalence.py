@@ -446,7 +446,7 @@ def test_loss_gradient_and_metrics_are_those_of_troll_loss_on_the_logits(tmp_pat
         kl_bound=0.01,
         regression_coef=0.7,
         tail=args.tail,
-        ratio_level=args.importance_sampling_level,
+        importance_sampling_level=args.importance_sampling_level,
         **options,
     )
     (expected / divisor).backward()

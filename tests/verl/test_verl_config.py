@@ -58,13 +58,18 @@ def test_its_options_need_no_plus() -> None:
         f"{LOSS}.kl_bound=0.02",
         f"{LOSS}.regression_coef=0.5",
         f"{LOSS}.tail=floor",
-        f"{LOSS}.ratio_level=sequence",
+        f"{LOSS}.importance_sampling_level=sequence",
         "actor_rollout_ref.actor.fsdp_config.max_support=16",
         "actor_rollout_ref.actor.fsdp_config.tail_mass=1e-4",
         "actor_rollout_ref.actor.strategy=fsdp2",
     )
     loss = made.policy_loss
-    assert (loss.kl_bound, loss.regression_coef, loss.tail, loss.ratio_level) == (0.02, 0.5, "floor", "sequence")
+    assert (loss.kl_bound, loss.regression_coef, loss.tail, loss.importance_sampling_level) == (
+        0.02,
+        0.5,
+        "floor",
+        "sequence",
+    )
     assert config.recorded(made.engine) == (16, 1e-4)
     assert actor(f"{LOSS}.kl_bound=inf").policy_loss.kl_bound == math.inf
 
@@ -105,7 +110,7 @@ REFUSED = {
     f"{LOSS}.bound=projected": "policy_loss.bound=projected; expected: fixed",
     f"{LOSS}.regression_coef=-0.1": "regression_coef=-0.1",
     f"{LOSS}.tail=drop": "tail='drop'",
-    f"{LOSS}.ratio_level=word": "ratio_level='word'",
+    f"{LOSS}.importance_sampling_level=word": "importance_sampling_level='word'",
     "actor_rollout_ref.actor.fsdp_config.max_support=0": "max_support=0",
     "actor_rollout_ref.actor.fsdp_config.tail_mass=1.5": "tail_mass=1.5",
 }

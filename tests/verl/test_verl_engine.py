@@ -24,7 +24,11 @@ CASES: dict[str, dict[str, Any]] = {
     "dynamic": {**TROLL, "dynamic": True},
     "floor": {**TROLL, "options": {"tail": "floor", "kl_bound": 3.0}},
     "wide": {**TROLL, "options": {"kl_bound": 0.03, "regression_coef": 0.3}},
-    "sequence": {**TROLL, "options": {**BOUND, "ratio_level": "sequence"}, "loss_agg_mode": "seq-mean-token-mean"},
+    "sequence": {
+        **TROLL,
+        "options": {**BOUND, "importance_sampling_level": "sequence"},
+        "loss_agg_mode": "seq-mean-token-mean",
+    },
     "sequence_sum": {**TROLL, "loss_agg_mode": "seq-mean-token-sum"},
     "constant": {**TROLL, "loss_agg_mode": "seq-mean-token-sum-norm"},
     "weighted": {"loss": "troll", "without": ["ref_log_prob"], "options": BOUND},

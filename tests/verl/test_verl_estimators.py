@@ -63,7 +63,7 @@ def test_every_estimator_of_verl(estimator: str, level: Any) -> None:
     logits = (old_logits + 0.5 * torch.randn(B, R, V, generator=generator)).requires_grad_()
     old = troll.sparsify(old_logits, sampled, 8, loss_mask=mask)
     proposal = troll.restrict(logits, old)
-    options: dict[str, Any] = {"kl_bound": 0.03, "regression_coef": 0.7, "ratio_level": level}
+    options: dict[str, Any] = {"kl_bound": 0.03, "regression_coef": 0.7, "importance_sampling_level": level}
     loss, metrics = troll.troll_loss(proposal, old, advantages, mask, tail="bucket", **options)
     assert 0 < metrics["projected_fraction"] < 1
     (expected,) = torch.autograd.grad(loss, logits)

@@ -32,9 +32,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "floor": {"packed": True, "options": {"tail": "floor"}},
         "warm": {"packed": True, "temperature": 0.7, "dynamic": True},
         "entropy": {"packed": True, "entropy_coeff": 0.3},
-        "sequence": {"packed": False, "options": {"ratio_level": "sequence"}},
+        "sequence": {"packed": False, "options": {"importance_sampling_level": "sequence"}},
         "context": {"packed": True, "tp": 1, **CONTEXT},
-        "context sequence": {"packed": False, "tp": 1, **CONTEXT, "options": {"ratio_level": "sequence"}},
+        "context sequence": {"packed": False, "tp": 1, **CONTEXT, "options": {"importance_sampling_level": "sequence"}},
         "pipeline": {"packed": False, "tp": 1, "pp": 2},
     },
     4: {

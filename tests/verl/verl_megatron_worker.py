@@ -259,7 +259,7 @@ def oracle(made: Any, case: dict[str, Any], old: SparsePolicy) -> tuple[Tensor, 
     else:
         proposal = troll.sparsify(logits, sampled, verl_cases.MAX_SUPPORT, verl_cases.TAIL_MASS, loss_mask=mask)
     step = constrain(proposal, old, options.kl_bound, mask, tail=options.tail)  # type: ignore[arg-type]
-    ratio = ratios(step.log_ratio, mask, options.ratio_level)  # type: ignore[arg-type]
+    ratio = ratios(step.log_ratio, mask, options.importance_sampling_level)  # type: ignore[arg-type]
     losses = options.regression_coef * step.regression - ratio * verl_cases.padded(fields["advantages"])
     if case.get("entropy_coeff"):
         log_p = logits.log_softmax(-1)

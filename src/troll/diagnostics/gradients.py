@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from troll.diagnostics.inputs import constant
-from troll.objective import Aggregation, Metrics, RatioLevel, clip_loss, troll_loss, unconstrained_loss
+from troll.objective import Aggregation, ImportanceSamplingLevel, Metrics, clip_loss, troll_loss, unconstrained_loss
 from troll.objective.presets import PresetName, resolve
 from troll.policy import SparsePolicy, Tail, proposal_tail
 
@@ -103,7 +103,7 @@ def compare_gradients(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     tail: Tail | None = None,
-    ratio_level: RatioLevel = "token",
+    importance_sampling_level: ImportanceSamplingLevel = "token",
     aggregation: Aggregation = "token_mean",
     max_length: int | None = None,
     importance_weights: Tensor | None = None,
@@ -114,7 +114,8 @@ def compare_gradients(
         proposal, old, advantages, loss_mask: as for ``troll_loss``; nothing is changed, no gradient is left behind.
         preset, kl_bound, regression_coef: of TROLL.
         clip_low, clip_high: of the clip.
-        tail, ratio_level, aggregation, max_length, importance_weights: of all of them, as for ``troll_loss``.
+        tail, importance_sampling_level, aggregation, max_length, importance_weights: as for ``troll_loss``, in all of
+            them; ``tail=None`` is the one that fits the proposal.
     """
     of = partial(
         logit_gradient,
@@ -122,8 +123,8 @@ def compare_gradients(
         old=old,
         advantages=advantages,
         loss_mask=loss_mask,
-        tail=proposal_tail(proposal, resolve(preset, tail=tail).tail),
-        ratio_level=ratio_level,
+        tail=proposal_tail(proposal, old, tail, resolve(preset).tail),
+        importance_sampling_level=importance_sampling_level,
         aggregation=aggregation,
         max_length=max_length,
         importance_weights=importance_weights,

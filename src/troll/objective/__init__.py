@@ -8,19 +8,22 @@
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.baselines import clip_loss, unconstrained_loss
 from troll.objective.fused import fused_troll_loss
-from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
+from troll.objective.metrics import REDUCTIONS, Metrics, Reduction, TokenStats, reduction, summarise, token_stats
 from troll.objective.presets import PRESETS, Preset, PresetName, resolve
-from troll.objective.ratio import RatioLevel, ratios
+from troll.objective.token_loss import ImportanceSamplingLevel, TokenLoss, ratios, token_loss
 from troll.objective.troll import Constrained, check_regression_coef, constrain, network_kl, regression, troll_loss
 
 __all__ = [
     "PRESETS",
+    "REDUCTIONS",
     "Aggregation",
     "Constrained",
+    "ImportanceSamplingLevel",
     "Metrics",
     "Preset",
     "PresetName",
-    "RatioLevel",
+    "Reduction",
+    "TokenLoss",
     "TokenStats",
     "aggregate",
     "check_regression_coef",
@@ -29,9 +32,11 @@ __all__ = [
     "fused_troll_loss",
     "network_kl",
     "ratios",
+    "reduction",
     "regression",
     "resolve",
     "summarise",
+    "token_loss",
     "token_stats",
     "troll_loss",
     "unconstrained_loss",

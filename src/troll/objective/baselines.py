@@ -16,7 +16,7 @@ from troll.implementation import Impl
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, mean, summarise, token_stats
-from troll.objective.ratio import RatioLevel, ratios
+from troll.objective.token_loss import ImportanceSamplingLevel, ratios, token_loss
 from troll.objective.troll import constrain
 from troll.policy import OnInvalid, SparsePolicy, Tail
 
@@ -31,7 +31,7 @@ def clip_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     tail: Tail | None = None,
-    ratio_level: RatioLevel = "token",
+    importance_sampling_level: ImportanceSamplingLevel = "token",
     aggregation: Aggregation = "token_mean",
     max_length: int | None = None,
     total: float | Tensor | None = None,
@@ -44,10 +44,11 @@ def clip_loss(
     Args:
         proposal, old, advantages, loss_mask: as for ``troll_loss``.
         clip_low, clip_high: different values are the asymmetric clip (DAPO's clip-higher: 0.2 and 0.28). With
-            ``ratio_level="sequence"`` this is GSPO, whose recipe is 3e-4 and 4e-4.
+            ``importance_sampling_level="sequence"`` this is GSPO, whose recipe is 3e-4 and 4e-4.
         dual_clip: c > 1: where A < 0, the objective is at least c A, however large the ratio.
         tail: only for the KL that is reported; None is the one that fits the proposal (``troll.policy.align``).
-        ratio_level, aggregation, max_length, total, importance_weights, on_invalid, impl: as for ``troll_loss``.
+        importance_sampling_level, aggregation, max_length, total, importance_weights, on_invalid, impl: as for
+            ``troll_loss``.
     """
     for name, value, limit in (("clip_low", clip_low, 1.0), ("clip_high", clip_high, float("inf"))):
         if not 0 <= value <= limit:
@@ -55,7 +56,8 @@ def clip_loss(
     if dual_clip is not None and not dual_clip > 1:
         raise InputError(f"dual_clip={dual_clip}", "a number > 1, or None", "3")
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
-    ratio, metrics = _unprojected(proposal, old, batch, ratio_level, tail, impl)
+    ratio = ratios(proposal.sampled_log_probs - old.sampled_log_probs, batch.counted, importance_sampling_level)
+    metrics = _metrics(proposal, old, batch, ratio, tail, impl)
     plain = ratio * batch.advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantages
     objective = torch.minimum(plain, clipped)
@@ -65,7 +67,8 @@ def clip_loss(
         dual = (batch.advantages < 0) & (objective < floor)
         objective = torch.where(dual, floor, objective)
         metrics["dual_clipped_fraction"] = mean(dual.to(ratio.dtype), batch.counted)
-    return _finish(objective, batch, aggregation, max_length, total), metrics
+    weighted = objective if batch.weights is None else objective * batch.weights
+    return aggregate(-weighted, batch.counted, aggregation, max_length=max_length, total=total), metrics
 
 
 def unconstrained_loss(
@@ -75,7 +78,7 @@ def unconstrained_loss(
     loss_mask: Tensor,
     *,
     tail: Tail | None = None,
-    ratio_level: RatioLevel = "token",
+    importance_sampling_level: ImportanceSamplingLevel = "token",
     aggregation: Aggregation = "token_mean",
     max_length: int | None = None,
     total: float | Tensor | None = None,
@@ -88,22 +91,22 @@ def unconstrained_loss(
     Arguments as for ``clip_loss``.
     """
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
-    ratio, metrics = _unprojected(proposal, old, batch, ratio_level, tail, impl)
-    return _finish(ratio * batch.advantages, batch, aggregation, max_length, total), metrics
+    log_ratio = proposal.sampled_log_probs - old.sampled_log_probs
+    losses, ratio = token_loss(
+        log_ratio,
+        batch.advantages,
+        batch.counted,
+        importance_weights=batch.weights,
+        importance_sampling_level=importance_sampling_level,
+    )
+    metrics = _metrics(proposal, old, batch, ratio, tail, impl)
+    return aggregate(losses, batch.counted, aggregation, max_length=max_length, total=total), metrics
 
 
-def _unprojected(
-    proposal: SparsePolicy, old: SparsePolicy, batch: Batch, level: RatioLevel, tail: Tail | None, impl: Impl
-) -> tuple[Tensor, Metrics]:
+def _metrics(
+    proposal: SparsePolicy, old: SparsePolicy, batch: Batch, ratio: Tensor, tail: Tail | None, impl: Impl
+) -> Metrics:
     with torch.no_grad():
-        apart = constrain(proposal, old, math.inf, tail=tail, max_lost_mass=math.inf, impl=impl).projection
-    ratio = ratios(proposal.sampled_log_probs - old.sampled_log_probs, batch.counted, level)
-    metrics = summarise(token_stats(proposal, old, ratio, apart), batch.counted)
-    return ratio, {**metrics, "skipped_tokens": batch.skipped}
-
-
-def _finish(
-    objective: Tensor, batch: Batch, aggregation: Aggregation, max_length: int | None, total: float | Tensor | None
-) -> Tensor:
-    weighted = objective if batch.weights is None else objective * batch.weights
-    return aggregate(-weighted, batch.counted, aggregation, max_length=max_length, total=total)
+        projection = constrain(proposal, old, math.inf, tail=tail, max_lost_mass=math.inf, impl=impl).projection
+    metrics = summarise(token_stats(proposal, old, ratio, projection), batch.counted)
+    return {**metrics, "skipped_tokens": batch.skipped}

@@ -14,7 +14,7 @@ from troll.objective.aggregation import Aggregation, token_weights
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
 from troll.objective.presets import PresetName, resolve
-from troll.objective.ratio import MAX_LOG_RATIO
+from troll.objective.token_loss import token_loss
 from troll.objective.troll import check_regression_coef, constrain
 from troll.policy import Head, Scored, SparsePolicy, Tail
 from troll.projection import MAX_LOST_MASS, check_kl_bound, check_lost_mass, expand_bound
@@ -69,23 +69,30 @@ def fused_troll_loss(
     parts: list[tuple[Tensor | slice, Callable[[], TokenStats]]] = []
 
     @cache
-    def per_token() -> tuple[Tensor, Tensor, Tensor]:
-        """Made when the first logits are launched: bounds, weighted advantages, and what each token counts for."""
+    def per_token() -> tuple[Tensor, Tensor]:
+        """Made when the first logits are launched: the bounds, and the weights of the tokens in the aggregation."""
         bound = expand_bound(kl_bound, old.shape, old.log_probs).reshape(-1)
-        weighted = batch.advantages if batch.weights is None else batch.advantages * batch.weights
-        weights = token_weights(batch.counted, aggregation, max_length=max_length, total=total)
-        return bound, weighted.flatten(), weights.flatten()
+        return bound, token_weights(batch.counted, aggregation, max_length=max_length, total=total).flatten()
+
+    advantages = batch.advantages.flatten()
+    importance = None if batch.weights is None else batch.weights.flatten()
 
     def loss_of(scored: Scored, at: Tensor | slice) -> Tensor:
-        bound, weighted, weights = per_token()
+        bound, weights = per_token()
         proposal, before = scored.policy, flat[at]
         step = constrain(
             proposal, before, bound[at], tail=settings.tail, max_lost_mass=1.0, impl=head.impl, deferred=checks
         )
-        ratio = step.log_ratio.clamp(max=MAX_LOG_RATIO["token"]).exp()
+        losses, ratio = token_loss(
+            step.log_ratio,
+            advantages[at],
+            regression=step.regression,
+            regression_coef=settings.regression_coef,
+            importance_weights=None if importance is None else importance[at],
+        )
         stats = partial(token_stats, proposal, before, ratio, step.projection, step.regression, scored.entropy)
         parts.append((at, stats))
-        return ((settings.regression_coef * step.regression - ratio * weighted[at]) * weights[at]).sum()
+        return (losses * weights[at]).sum()
 
     target = old if settings.tail == "bucket" else old.sampled
     loss = head.token_loss(

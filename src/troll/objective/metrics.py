@@ -1,10 +1,13 @@
-"""What a loss reports, as detached scalars; the same names for every loss, over the counted tokens.
+"""The metrics of a loss: detached scalars over the counted tokens, with the same names for every loss and trainer.
 
-In two steps, so that a distributed trainer can bring the tokens of all processes together in between: numbers per token
-(``token_stats``), then means, percentiles and extremes over them (``summarise``).
+They are made in two steps, so that a distributed trainer can gather the tokens of all processes in between: numbers per
+token (``token_stats``), then means, percentiles and extremes over them (``summarise``). ``REDUCTIONS`` says how the
+values of several forward passes, micro-batches or processes become one. ``docs/metrics.md`` explains each metric.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +16,64 @@ from troll.policy import SparsePolicy, entropy, sequence_kl
 from troll.projection import Diagnostics
 
 Metrics = dict[str, Tensor]
+"""Scalars by name."""
 TokenStats = dict[str, Tensor]
+"""Numbers per token, [B, T], by name."""
+
+Reduction = Literal["mean", "max", "min", "sum"]
+REDUCTIONS: dict[str, Reduction] = {
+    # every loss
+    "kl_before/mean": "mean",
+    "kl_before/p99": "mean",
+    "kl_before/max": "max",
+    "sequence_kl_before": "mean",
+    "sequence_kl_before/max": "max",
+    "ratio/mean": "mean",
+    "ratio/p99": "mean",
+    "ratio/max": "max",
+    "ratio/min": "min",
+    "entropy": "mean",
+    "kept_mass/proposal": "mean",
+    "kept_mass/old": "mean",
+    "support_size/proposal": "mean",
+    "support_size/old": "mean",
+    "lost_mass": "mean",
+    "skipped_tokens": "sum",
+    # with a trust region
+    "projected_fraction": "mean",
+    "kl_after/mean": "mean",
+    "kl_after/p99": "mean",
+    "kl_after/max": "max",
+    "sequence_kl_after": "mean",
+    "sequence_kl_after/max": "max",
+    "regression": "mean",
+    "mix": "mean",
+    "solver_steps/mean": "mean",
+    "solver_steps/max": "max",
+    "unconverged_tokens": "sum",
+    # with a clip
+    "clipped_fraction": "mean",
+    "dual_clipped_fraction": "mean",
+    # added by trainers
+    "kl_bound": "mean",
+    "regression_coef": "mean",
+    "unscored_completions": "sum",
+}
+"""How values of several passes or processes become one. A percentile is averaged: it is that of a typical pass."""
+IMPORTANT = ("projected_fraction", "kl_before/mean", "kl_before/p99", "ratio/max", "entropy")
+"""The five to look at first."""
+
+
+def reduction(name: str) -> Reduction:
+    """How a metric is reduced over passes and processes; one that is not in the table by the end of its name.
+
+    >>> reduction("ratio/min"), reduction("unconverged_tokens"), reduction("mine/max"), reduction("mine")
+    ('min', 'sum', 'max', 'mean')
+    """
+    if name in REDUCTIONS:
+        return REDUCTIONS[name]
+    last = name.rsplit("/", 1)[-1]
+    return "max" if last == "max" else "min" if last == "min" else "mean"
 
 
 def mean(x: Tensor, counted: Tensor) -> Tensor:

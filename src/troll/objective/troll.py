@@ -16,7 +16,7 @@ from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, summarise, token_stats
 from troll.objective.presets import PresetName, resolve
-from troll.objective.ratio import RatioLevel, ratios
+from troll.objective.token_loss import ImportanceSamplingLevel, token_loss
 from troll.policy import LOG_FLOOR, OnInvalid, SparsePolicy, Tail, align, proposal_tail, token_kl
 from troll.projection import (
     MAX_LOST_MASS,
@@ -76,7 +76,7 @@ def constrain(
     to be wrong is added to ``later`` where it is given, to be resolved when there is nothing left to launch. Other
     arguments as for ``troll_loss``.
     """
-    tail = proposal_tail(proposal, tail)
+    tail = proposal_tail(proposal, old, tail)
     support = max(proposal.token_ids.shape[-1], old.token_ids.shape[-1])
     if choose(impl, proposal.log_probs.device, kernel_cannot(support, solver)).impl == "triton":
         step, check = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
@@ -163,7 +163,7 @@ def troll_loss(
     tail: Tail | None = None,
     solver: Solver = "newton",
     max_lost_mass: float = MAX_LOST_MASS,
-    ratio_level: RatioLevel = "token",
+    importance_sampling_level: ImportanceSamplingLevel = "token",
     aggregation: Aggregation = "token_mean",
     max_length: int | None = None,
     total: float | Tensor | None = None,
@@ -189,8 +189,8 @@ def troll_loss(
         regression_coef: α.
         tail: how dropped probability is treated, see ``troll.policy.align``.
         solver, max_lost_mass: see ``troll.project``.
-        ratio_level: ``"token"``, or ``"sequence"`` for the length-normalised ratio of GSPO (tokens are projected all
-            the same).
+        importance_sampling_level: ``"token"``, or ``"sequence"`` for the length-normalised ratio of GSPO; the
+            projection is per token in both cases.
         aggregation, max_length, total: see ``troll.aggregate``. Ratio and regression are aggregated alike.
         importance_weights: w, [B] or [B, T], constant: corrects for a sampler that differs from ``old``. It multiplies
             the ratio term; the regression is a whole expectation and needs none.
@@ -215,15 +215,16 @@ def troll_loss(
         impl=impl,
         deferred=checks,
     )
-    ratio = ratios(step.log_ratio, batch.counted, ratio_level)
-    weighted = ratio if batch.weights is None else ratio * batch.weights
-    loss = aggregate(
-        settings.regression_coef * step.regression - weighted * batch.advantages,
+    losses, ratio = token_loss(
+        step.log_ratio,
+        batch.advantages,
         batch.counted,
-        aggregation,
-        max_length=max_length,
-        total=total,
+        regression=step.regression,
+        regression_coef=settings.regression_coef,
+        importance_weights=batch.weights,
+        importance_sampling_level=importance_sampling_level,
     )
+    loss = aggregate(losses, batch.counted, aggregation, max_length=max_length, total=total)
     stats = token_stats(proposal, old, ratio, step.projection, step.regression)
     metrics = {**summarise(stats, batch.counted), "skipped_tokens": batch.skipped}
     run_checks(checks)

@@ -36,7 +36,7 @@ def align(proposal: SparsePolicy, old: SparsePolicy, tail: Tail | None = None) -
 
     ``tail=None`` is the one that fits the proposal, see ``proposal_tail``.
     """
-    tail = proposal_tail(proposal, tail)
+    tail = proposal_tail(proposal, old, tail)
     _check_pair(proposal, old)
     valid = proposal.valid & old.valid
     p, q = _join(proposal, old) if tail == "floor" else _bucket(proposal, old)
@@ -48,18 +48,18 @@ def align(proposal: SparsePolicy, old: SparsePolicy, tail: Tail | None = None) -
 _TAIL_OF: dict[MadeBy | None, Tail | None] = {"sparsify": "floor", "restrict": "bucket", None: None}
 
 
-def proposal_tail(proposal: SparsePolicy, tail: Tail | None) -> Tail:
+def proposal_tail(proposal: SparsePolicy, old: SparsePolicy, tail: Tail | None, default: Tail = TAIL) -> Tail:
     """The tail that fits a proposal: ``bucket`` for one made by ``restrict``, ``floor`` for one made by ``sparsify``.
 
-    Where it is not known how the proposal was made, ``tail``, or the default. A ``tail`` that does not fit is refused:
-    under ``floor``, ``restrict`` would drop the proposal's own tokens; under ``bucket``, ``sparsify`` would put tokens
-    into the bucket that the old policy has kept.
+    Where it is not known how the proposal was made: ``tail``, or the ``default``. A ``tail`` that does not fit is
+    refused unless both policies have the same tokens: ``floor`` ignores the tail of a proposal made by ``restrict``, and
+    ``bucket`` cannot compare tokens that only one of the policies kept.
     """
     if tail is not None:
         require_choice("tail", tail, get_args(Tail), TAIL)
     fits = _TAIL_OF[proposal.made_by]
-    if tail is None or fits in (None, tail):
-        return tail or fits or TAIL
+    if tail is None or fits in (None, tail) or proposal.token_ids is old.token_ids:
+        return tail or fits or default
     if tail == "bucket":
         raise InputError(
             "tail='bucket' needs a proposal on the tokens of the old policy, got one made by troll.sparsify",

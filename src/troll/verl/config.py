@@ -10,7 +10,7 @@ from verl.base_config import BaseConfig
 from verl.workers.config import FSDPEngineConfig, McoreEngineConfig, PolicyLossConfig
 
 from troll.errors import InputError, require_choice
-from troll.objective import RatioLevel, check_regression_coef
+from troll.objective import ImportanceSamplingLevel, check_regression_coef
 from troll.policy import MAX_SUPPORT, TAIL, TAIL_MASS, Tail, check_support
 from troll.projection import KL_BOUND, MAX_LOST_MASS, check_kl_bound
 
@@ -98,7 +98,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     """α, weight of the regression term, which pulls the network towards its projection."""
     tail: str = TAIL
     """What becomes of dropped probability: one more outcome (``bucket``), or 1e-12 a token (``floor``)."""
-    ratio_level: str = "token"
+    importance_sampling_level: str = "token"
     """``token``, or ``sequence`` for the length-normalised ratio of GSPO."""
     max_lost_mass: float = MAX_LOST_MASS
     """Most mass, on average, that the proposal may have on tokens the old policy excludes; more is an error."""
@@ -119,7 +119,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"actor_rollout_ref.actor.policy_loss.bound=fixed, or TRL with bound={self.bound!r}",
             )
         require_choice("tail", self.tail, get_args(Tail))
-        require_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        require_choice("importance_sampling_level", self.importance_sampling_level, get_args(ImportanceSamplingLevel))
         check_kl_bound(self.kl_bound)
         check_regression_coef(self.regression_coef)
 

@@ -23,7 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from troll.deferred import DeferredCheck, DeferredChecks, run_checks
 from troll.errors import InputError
-from troll.objective import constrain, ratios, summarise, token_stats
+from troll.objective import constrain, summarise, token_loss, token_stats
 from troll.policy import SparsePolicy
 from troll.verl.config import LOSS_MODE, MODEL_TYPE, TrollPolicyLossConfig
 from troll.verl.transport import Positions, read
@@ -72,9 +72,15 @@ def troll_policy_loss(
             f"Use +trust_region=troll, which sets all keys, or set actor_rollout_ref.model.model_type={MODEL_TYPE}",
         )
     options: TrollPolicyLossConfig = config.policy_loss
-    ratio = ratios(completions.log_ratio, response_mask, options.ratio_level)  # type: ignore[arg-type]
-    weighted = ratio if rollout_is_weights is None else ratio * rollout_is_weights
-    losses = options.regression_coef * completions.regression - weighted * advantages
+    losses, _ = token_loss(
+        completions.log_ratio,
+        advantages,
+        response_mask,
+        regression=completions.regression,
+        regression_coef=options.regression_coef,
+        importance_weights=rollout_is_weights,
+        importance_sampling_level=options.importance_sampling_level,  # type: ignore[arg-type]
+    )
     kl = torch.where(response_mask, old_log_prob - log_prob.detach(), 0.0).sum() / response_mask.sum().clamp(min=1)
     return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {"actor/ppo_kl": kl.item()}
 

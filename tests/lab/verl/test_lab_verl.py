@@ -90,7 +90,7 @@ EXPECTED = {
     f"{LOSS}.kl_bound": "0.05",
     f"{LOSS}.regression_coef": "1.0",
     f"{LOSS}.tail": "bucket",
-    f"{LOSS}.ratio_level": "token",
+    f"{LOSS}.importance_sampling_level": "token",
     f"{ENGINE}.max_support": "64",
     f"{ENGINE}.tail_mass": "1e-05",
     f"{ACTOR}.loss_agg_mode": "token-mean",
@@ -166,7 +166,7 @@ def test_the_settings_of_the_authors():
 CLIPS = {f"{ACTOR}.clip_ratio{x}" for x in ("", "_low", "_high", "_c")}
 TROLLS = {
     *("hydra.searchpath", "+trust_region", f"{ENGINE}.max_support", f"{ENGINE}.tail_mass"),
-    *(f"{LOSS}.{x}" for x in ("kl_bound", "regression_coef", "tail", "ratio_level")),
+    *(f"{LOSS}.{x}" for x in ("kl_bound", "regression_coef", "tail", "importance_sampling_level")),
 }
 
 
@@ -180,7 +180,7 @@ def test_arms_differ_in_the_loss_alone(region: str, level: str):
     assert {name: troll[name] for name in troll.keys() & other.keys()} == {
         name: other[name] for name in troll.keys() & other.keys()
     }
-    assert troll[f"{LOSS}.ratio_level"] == level
+    assert troll[f"{LOSS}.importance_sampling_level"] == level
     assert other[f"{LOSS}.loss_mode"] == {"token": "vanilla", "sequence": "gspo"}[level]
     low, high = ("0.1", "0.3") if region == "clip" else (repr(NEVER), repr(NEVER))
     assert [other[f"{ACTOR}.clip_ratio{x}"] for x in ("", "_low", "_high", "_c")] == [low, low, high, repr(NEVER)]

@@ -122,7 +122,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key(f"{_LOSS}.regression_coef", ("regression_coef",), _only_if(_troll, lambda s: s.args.regression_coef)),
         Key(f"{_LOSS}.tail", ("tail",), _only_if(_troll, lambda s: s.args.tail)),
         Key(
-            f"{_LOSS}.ratio_level",
+            f"{_LOSS}.importance_sampling_level",
             ("importance_sampling_level",),
             _only_if(_troll, lambda s: s.args.importance_sampling_level),
         ),

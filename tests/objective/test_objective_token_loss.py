@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troll import InputError, aggregate
-from troll.objective.ratio import ratios
+from troll.objective.token_loss import ratios, token_loss
 
 NAN, INF = math.nan, math.inf
 LOG_RATIO = [[0.1, 0.3, NAN], [-0.2, INF, -INF], [NAN, NAN, NAN]]
@@ -128,6 +128,24 @@ def test_vanishing_ratios_are_not_capped(level):
 def test_an_unknown_level():
     with pytest.raises(InputError) as error:
         ratios(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), "tokens")
-    assert error.value.given == "ratio_level='tokens'"
+    assert error.value.given == "importance_sampling_level='tokens'"
     assert error.value.expected == "'token' or 'sequence'"
-    assert error.value.hint == "ratio_level='token', the default"
+    assert error.value.hint == "importance_sampling_level='token', the default"
+
+
+def test_the_loss_of_a_token_by_hand():
+    """−w r A + α pull; outside the counted tokens the ratio is 1 and nothing else changes."""
+    log_ratio = torch.tensor([[0.5, -0.25, 9.0]], dtype=torch.float64)
+    advantages, weights, pull = torch.tensor([[[2.0, -1, 4]], [[0.5, 3, 1]], [[0.1, 0.2, 0]]], dtype=torch.float64)
+    counted = torch.tensor([[True, True, False]])
+    options = {"regression": pull, "regression_coef": 10.0, "importance_weights": weights}
+    losses, ratio = token_loss(log_ratio, advantages, counted, **options)
+    r = [math.exp(0.5), math.exp(-0.25), 1.0]
+    assert ratio[0].tolist() == pytest.approx(r, rel=1e-15)
+    assert losses[0].tolist() == pytest.approx([1.0 - r[0], 2.0 + 3 * r[1], -4.0], rel=1e-14)
+    s = math.exp(0.125)
+    of_sequence, ratio = token_loss(log_ratio, advantages, counted, **options, importance_sampling_level="sequence")
+    assert ratio[0].tolist() == pytest.approx([s, s, s], rel=1e-15)
+    assert of_sequence[0].tolist() == pytest.approx([1.0 - s, 2.0 + 3 * s, -4.0 * s], rel=1e-14)
+    plain, _ = token_loss(log_ratio[:, :2], advantages[:, :2])  # all count, no weights, no trust region
+    assert plain[0].tolist() == pytest.approx([-2 * r[0], r[1]], rel=1e-14)
