@@ -20,7 +20,7 @@ advantages = troll.advantages.grpo(rewards, groups=4)  # two prompts, four sampl
 loss_mask = torch.ones(B, T, dtype=torch.bool)
 
 for update in range(4):
-    proposal = troll.sparsify(head(hidden), sampled)
+    proposal = troll.restrict(head(hidden), old)
     loss, metrics = troll.troll_loss(proposal, old, advantages, loss_mask, kl_bound=0.05)
     optimizer.zero_grad()
     loss.backward()

@@ -1,7 +1,7 @@
 """TROLL: trust regions instead of clipping for reinforcement learning of language models.
 
     old = troll.sparsify(old_logits, sampled)                                # once per rollout
-    proposal = troll.sparsify(logits, sampled)                               # every update
+    proposal = troll.restrict(logits, old)                                    # every update
     loss, metrics = troll.troll_loss(proposal, old, advantages, loss_mask)
     loss.backward()
 

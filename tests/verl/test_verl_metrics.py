@@ -103,7 +103,7 @@ def through_verl(rollout: Rollout, shares: list[list[list[int]]], level: str) ->
                 strategy="fsdp2",
                 ppo_micro_batch_size_per_gpu=2,
                 rollout_n=1,
-                policy_loss=TrollPolicyLossConfig(kl_bound=BOUND, ratio_level=level),
+                policy_loss=TrollPolicyLossConfig(kl_bound=BOUND, importance_sampling_level=level),
             )
             loss = TrustRegionLoss(
                 partial(ppo_loss, config=actor), K, lambda x, old, _: troll.restrict(x, old), lambda x: x

@@ -52,8 +52,8 @@ def proposal_tail(proposal: SparsePolicy, old: SparsePolicy, tail: Tail | None, 
     """The tail that fits a proposal: ``bucket`` for one made by ``restrict``, ``floor`` for one made by ``sparsify``.
 
     Where it is not known how the proposal was made: ``tail``, or the ``default``. A ``tail`` that does not fit is
-    refused unless both policies have the same tokens: ``floor`` ignores the tail of a proposal made by ``restrict``, and
-    ``bucket`` cannot compare tokens that only one of the policies kept.
+    refused unless both policies share their tokens: ``floor`` ignores the tail of a proposal made by ``restrict``,
+    and ``bucket`` cannot compare tokens that only one of the policies kept.
     """
     if tail is not None:
         require_choice("tail", tail, get_args(Tail), TAIL)

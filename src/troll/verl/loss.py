@@ -23,7 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from troll.deferred import DeferredCheck, DeferredChecks, run_checks
 from troll.errors import InputError
-from troll.objective import constrain, summarise, token_loss, token_stats
+from troll.objective import constrain, ratios, summarise, token_loss, token_stats
 from troll.policy import SparsePolicy
 from troll.verl.config import LOSS_MODE, MODEL_TYPE, TrollPolicyLossConfig
 from troll.verl.transport import Positions, read
@@ -196,7 +196,7 @@ def _metrics(model_output: dict[str, Tensor], data: Any, options: TrollPolicyLos
     log_ratio, *columns = _of_completions(model_output, [_RATIO, *names], data)
     stats = {name.removeprefix(_STAT): x for name, x in zip(names, columns, strict=True)}
     counted = data["response_mask"].to_padded_tensor(padding=0).bool()
-    stats["ratio"] = ratios(log_ratio, counted, options.ratio_level)  # type: ignore[arg-type]
+    stats["ratio"] = ratios(log_ratio, counted, options.importance_sampling_level)  # type: ignore[arg-type]
     metrics = summarise(stats, counted)
     metrics["ratio/min"] = torch.where(counted.any(), metrics["ratio/min"], 1.0)  # 0 would be the minimum of the update
     processes = data["dp_size"]
