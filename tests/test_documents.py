@@ -205,7 +205,7 @@ def test_the_constants_on_the_kernel_page(monkeypatch: pytest.MonkeyPatch) -> No
         assert said in text, said
     shown = set(re.findall(r'`?"(\w+)"`?', KERNELS.partition("is an argument of")[0].rpartition("- `impl=")[2]))
     assert shown == set(get_args(Impl))
-    scan = pytest.importorskip("triton") and importlib.import_module("troll.policy.scoring.triton_scan")
+    scan = pytest.importorskip("triton") and importlib.import_module("troll.policy.scoring.triton_forward")
     assert f"chunks of {scan.CHUNK.value}, and {scan.CHUNKS.value} chunks are a block" in text
     numbers = importlib.import_module("troll.policy.scoring.triton_bits")
     assert f"all below −{-numbers.LOWEST.value:.0e}".replace("e+", "e") in text

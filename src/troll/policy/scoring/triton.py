@@ -10,18 +10,16 @@ import triton
 from torch import Tensor
 
 from troll.implementation import on_device
-from troll.policy.scoring.triton_backward import PER_ROW, place, prepare, scale, spread
-from troll.policy.scoring.triton_scan import BLOCK, CHUNK, CHUNKS, scan
-from troll.policy.scoring.triton_select import given, most_probable
-from troll.policy.scoring.triton_tail import outside
+from troll.policy.scoring.triton_backward import PER_ROW, logits_backward, prepare_backward, scale, write_support
+from troll.policy.scoring.triton_forward import BLOCK, CHUNK, CHUNKS, scan, score_support, select_top_k, tail_mass
 
 if TYPE_CHECKING:
     from troll.policy.scoring.types import Logit, MostProbable, Scores, Upstream
 
 SCAN = {"BLOCKS": 4, "num_warps": 1}
-PICK = {"num_warps": 4}
-OUTSIDE = {"num_warps": 4}
-SPREAD = {"BLOCK": 2048, "num_warps": 4}
+SELECT = {"num_warps": 4}
+TAIL = {"num_warps": 4}
+BACKWARD = {"BLOCK": 2048, "num_warps": 4}
 _WARPS = 8192  # that a scan is cut into, for fewer rows than this
 _SCRATCH_BYTES = 1 << 26  # or a sixteenth of what is read
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # bits of fp32 that numbers of the type leave zero
@@ -83,20 +81,20 @@ def _score(
         tile, mask, *chunks, *blocks, along, stride, V, NC, NB, width, *numbers, **flags, **SCAN
     )
     if isinstance(support, Tensor):
-        given[(N,)](
+        score_support[(N,)](
             tile, mask, sampled, support.contiguous(), *blocks, along, *scores,
-            stride, V, NB, K, *numbers, **flags, **size, **PICK,
+            stride, V, NB, K, *numbers, **flags, **size, **SELECT,
         )  # fmt: skip
     else:
         scratch = tile.new_empty(N, KP, dtype=torch.int64)
-        most_probable[(N,)](
+        select_top_k[(N,)](
             tile, mask, sampled, *chunks, *blocks, along, scratch, *scores,
             stride, V, NC, NB, K, *numbers, *_in_two(support.tail_mass),
-            **flags, **size, PRUNED=support.tail_mass > 0, SHIFT=_SHIFT[tile.dtype] if raw else 0, **PICK,
+            **flags, **size, PRUNED=support.tail_mass > 0, SHIFT=_SHIFT[tile.dtype] if raw else 0, **SELECT,
         )  # fmt: skip
-    outside[(N,)](
+    tail_mass[(N,)](
         tile, *chunks, *blocks, scores.token_ids, scores.log_norm, scores.log_tail,
-        stride, V, NC, NB, K, *numbers, **reading, **size, **OUTSIDE,
+        stride, V, NC, NB, K, *numbers, **reading, **size, **TAIL,
     )  # fmt: skip
 
 
@@ -120,16 +118,16 @@ def _gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, ou
     ids, log_probs, log_tail, entropy, log_norm = (x.contiguous() for x in scores)
     arriving = [log_tail if x is None else x.contiguous() for x in upstream]  # any pointer where there is nothing
     has_g, has_tail, has_entropy = (x is not None for x in upstream)
-    prepare[(N,)](
+    prepare_backward[(N,)](
         ids, log_probs, log_tail, entropy, log_norm, *arriving, at_support, per_row, K, *numbers,
         CAPPED=is_capped, HAS_G=has_g, HAS_TAIL=has_tail, HAS_ENTROPY=has_entropy, KP=KP, num_warps=1,
     )  # fmt: skip
-    blocks = triton.cdiv(V, SPREAD["BLOCK"])
-    spread[(N * blocks,)](
+    blocks = triton.cdiv(V, BACKWARD["BLOCK"])
+    logits_backward[(N * blocks,)](
         tile, out, ids, log_tail, entropy, per_row, tile.stride(0), out.stride(0), V, blocks, K, *numbers,
-        **_reading(logit), HAS_ENTROPY=has_entropy, **SPREAD,
+        **_reading(logit), HAS_ENTROPY=has_entropy, **BACKWARD,
     )  # fmt: skip
-    place[(N,)](ids, at_support, out, out.stride(0), first, V, K, KP=KP, num_warps=1)
+    write_support[(N,)](ids, at_support, out, out.stride(0), first, V, K, KP=KP, num_warps=1)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

@@ -4,8 +4,8 @@ With base = log tail (0 for an empty tail) and e_j = exp(log p_j − base), ever
 
     g_j = e_j [ g_τ − Γ exp(base) − g_H exp(base) (log p_j + H) ]
 
-one exponential an element, and none that overflows for a tail of 1e-40. ``prepare`` makes the numbers per row and those
-at the support, from what the forward has left; ``spread`` reads and writes the row; ``place`` writes the support.
+one exponential an element, and none that overflows for a tail of 1e-40. ``prepare_backward`` computes the numbers per
+row and the gradient at the support; ``logits_backward`` reads and writes the row; ``write_support`` writes the support.
 """
 
 import triton
@@ -13,11 +13,11 @@ import triton.language as tl
 
 from troll.policy.scoring.triton_bits import LOG2E, capped, finished
 
-PER_ROW = tl.constexpr(4)  # numbers that ``spread`` needs of a row
+PER_ROW = tl.constexpr(4)  # numbers that ``logits_backward`` needs of a row
 
 
 @triton.jit
-def prepare(
+def prepare_backward(
     id_ptr, log_prob_ptr, log_tail_ptr, entropy_ptr, norm_ptr, g_ptr, g_tail_ptr, g_entropy_ptr,
     at_support_ptr, row_ptr, K, scale, softcap, temperature,
     CAPPED: tl.constexpr, HAS_G: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_ENTROPY: tl.constexpr,
@@ -60,7 +60,7 @@ def prepare(
 
 
 @triton.jit
-def spread(
+def logits_backward(
     x_ptr, out_ptr, id_ptr, log_tail_ptr, entropy_ptr, row_ptr, stride, out_stride, V, blocks, K,
     scale, softcap, temperature,
     CAPPED: tl.constexpr, PLAIN: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,8 +90,8 @@ def spread(
 
 
 @triton.jit
-def place(id_ptr, at_support_ptr, out_ptr, out_stride, first, V, K, KP: tl.constexpr):
-    """The gradient at the support, over what ``spread`` wrote there."""
+def write_support(id_ptr, at_support_ptr, out_ptr, out_stride, first, V, K, KP: tl.constexpr):
+    """The gradient at the support, over what ``logits_backward`` wrote there."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
     ids = tl.load(id_ptr + row * K + k, mask=k < K, other=-1)
