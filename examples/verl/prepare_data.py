@@ -47,7 +47,7 @@ def main() -> None:
     print(
         f"{task.description}: {len(task.train_dataset)} problems, {len(task.eval_dataset)} held out, in {given.folder}"
     )
-    print("reward.custom_reward_function.path=pkg://troll.lab.verl.reward")
+    print("reward.custom_reward_function.path=pkg://troll.lab.verl.data")
     print("reward.custom_reward_function.name=score")
     print(f"+reward.custom_reward_function.reward_kwargs.task={(given.folder / 'task.json').absolute()}")
 

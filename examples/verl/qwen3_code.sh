@@ -17,7 +17,7 @@ train "${region[@]}" "${authors[@]}" "${engine[@]}" \
   data.max_prompt_length=1024 \
   data.max_response_length=4096 \
   data.filter_overlong_prompts=true \
-  reward.custom_reward_function.path=pkg://troll.lab.verl.reward \
+  reward.custom_reward_function.path=pkg://troll.lab.verl.data \
   reward.custom_reward_function.name=score \
   +reward.custom_reward_function.reward_kwargs.task="$DATA/task.json" \
   actor_rollout_ref.actor.use_dynamic_bsz=true \

@@ -140,7 +140,7 @@ def test_a_run_without_a_checkpoint_begins_again(
     with locked(run.path):  # which this process may take again, and verl's process does not need
         monkeypatch.delenv("FAIL_AT")
         assert main([*resume, "--kl_bound", "0.1", "--allow_changes"]) == 0
-    assert "the run begins again, from update 0." in capsys.readouterr().out
+    assert "the run starts again from update 0." in capsys.readouterr().out
     assert run.about["status"] == "finished"
     assert (run.about["changes"][0]["differences"], run.about["max_steps"]) == (["kl_bound: 0.05 → 0.1"], 8)
     assert yaml.safe_load((run.path / "config.yaml").read_text())["kl_bound"] == 0.1
@@ -191,7 +191,9 @@ def test_flags_of_verl_are_refused_by_TRL(more: list[str], tmp_path: Path, capsy
 def test_a_flag_without_a_key_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: None
 ):
-    assert "--log_completions with --engine verl" in said(flags(tmp_path / "runs", *VERL, "--log_completions"), capsys)
+    assert "--log_completions is not supported with --engine verl" in said(
+        flags(tmp_path / "runs", *VERL, "--log_completions"), capsys
+    )
     assert not (tmp_path / "runs").exists()
     with pytest.raises(InputError, match="--top_entropy_quantile"):
         check_command(["train", "--engine", "verl", "--top_entropy_quantile", "0.5"])

@@ -28,7 +28,8 @@ from troll.lab.runs import Run
 from troll.lab.tasks import load_task
 from troll.lab.training.run import RunPlan
 from troll.lab.training.settings import RunSettings, defaults
-from troll.lab.verl import keys, launch, reward
+from troll.lab.verl import data as verl_data
+from troll.lab.verl import keys, launch
 from troll.lab.verl.data import longest_prompt, plain_template, request_of, write_stop, write_task
 from troll.lab.verl.keys import KEYS, NEVER, overrides, table, written
 from troll.lab.verl.metrics import Translator, convert, read_new, translate
@@ -62,8 +63,8 @@ def setup(*argv: str, prompts: int = 1024, model: str = "Qwen/Qwen3-8B", **facts
         "gpus": run.gpus_per_node or 1,
         "environment": {LOG: "/runs/a run/verl/metrics-1.jsonl"},
     }
-    said = frozenset(flags.said)
-    return Setup(run=run, args=args, model=model_config, said=said, prompts=prompts, **{**known, **facts})
+    explicit = frozenset(flags.said)
+    return Setup(run=run, args=args, model=model_config, explicit=explicit, prompts=prompts, **{**known, **facts})
 
 
 def as_dict(lines: list[str]) -> dict[str, str]:
@@ -111,7 +112,7 @@ EXPECTED = {
     "data.max_prompt_length": "17",
     "data.max_response_length": "4096",
     "data.shuffle": "true",
-    "reward.custom_reward_function.path": "pkg://troll.lab.verl.reward",
+    "reward.custom_reward_function.path": "pkg://troll.lab.verl.data",
     "reward.custom_reward_function.name": "score",
     "+reward.custom_reward_function.reward_kwargs.task": "'/runs/a run/verl/task.json'",
     f"{ROLLOUT}.name": "vllm",
@@ -344,19 +345,22 @@ def test_overrides_of_the_user_come_last():
 # ------------------------------------------------------------------ what is refused
 
 REFUSED = [
-    (["--sync_ref_model"], "--sync_ref_model.*stays the first model"),
-    (["--hub_token", "x"], "--hub_token.*uploads nothing"),
+    (["--sync_ref_model"], "--sync_ref_model.*always the initial model"),
+    (["--hub_token", "x"], "--hub_token.*does not upload"),
     (["--load_in_4bit"], "quantised"),
-    (["--generation_kwargs", '{"a": 1}'], "--generation_kwargs.*none that means the same"),
+    (["--generation_kwargs", '{"a": 1}'], "--generation_kwargs.*verl has no equivalent"),
     (["--per_device_eval_batch_size", "4"], "all held-out prompts"),
     (["--log_completions"], "rollout_data_dir"),
     (["--loss_type", "cispo", "--trust_region", "clip"], "--loss_type cispo.*loss_mode=cispo"),
-    (["--scale_rewards", "batch"], "spread of the group"),
+    (["--scale_rewards", "batch"], "standard deviation of the group"),
     (["--measure_kl", "--trust_region", "clip"], "--measure_kl True.*not recorded"),
     (["--bound", "entropy"], "--bound entropy.*keeps nothing from one rollout"),
-    (["--bound", "projected", "--bound_target", "0.03"], "--bound_target with --engine verl.*the bound is"),
-    (["--regression_tolerance", "0.05"], "--regression_tolerance with --engine verl"),
-    (["--scale_regression", "true"], "--scale_regression with --engine verl"),
+    (
+        ["--bound", "projected", "--bound_target", "0.03"],
+        "--bound_target is not supported with --engine verl.*the bound is",
+    ),
+    (["--regression_tolerance", "0.05"], "--regression_tolerance is not supported"),
+    (["--scale_regression", "true"], "--scale_regression is not supported"),
     (["--min_p", "0.1"], "--min_p"),
     (["--repetition_penalty", "1.1"], "--repetition_penalty"),
     (["--optim", "sgd"], "optimizer_impl"),
@@ -408,7 +412,7 @@ def test_every_flag_is_translated_limited_or_refused():
     assert known <= names
     assert {name for group in REASONS for name in group} <= names - known
     for name in sorted(names - known):
-        with pytest.raises(InputError, match=rf"--{name} with --engine verl"):
+        with pytest.raises(InputError, match=rf"--{name} is not supported with --engine verl"):
             refuse(setup_saying(name))
     for name in sorted(known - LIMITS.keys()):
         refuse(setup_saying(name))
@@ -417,15 +421,15 @@ def test_every_flag_is_translated_limited_or_refused():
 def setup_saying(name: str) -> Setup:
     from dataclasses import replace
 
-    return replace(setup(), said=frozenset({name}))
+    return replace(setup(), explicit=frozenset({name}))
 
 
 IMPOSSIBLE = [
-    (["--max_steps", "12"], {}, "--max_steps 12.*multiple of 8"),
-    (["--eval_steps", "3"], {}, "--eval_steps 3.*--eval_steps 8"),
-    (["--save_steps", "20"], {}, "--save_steps 20"),
-    (["--warmup_steps", "4"], {}, "--warmup_steps 4"),
-    (["--gradient_accumulation_steps", "3"], {"prompts": 4}, "4 training problems, for rollouts of 24"),
+    (["--max_steps", "12"], {}, "--max_steps must be a multiple of 8.*got 12"),
+    (["--eval_steps", "3"], {}, "--eval_steps must .* got 3.*--eval_steps 8"),
+    (["--save_steps", "20"], {}, "--save_steps must be .* got 20"),
+    (["--warmup_steps", "4"], {}, "--warmup_steps must be .* got 4"),
+    (["--gradient_accumulation_steps", "3"], {"prompts": 4}, "a rollout has 24 prompts, but there are 4"),
     (
         [
             "--num_generations",
@@ -450,10 +454,10 @@ IMPOSSIBLE = [
     (
         ["--generation_batch_size", "8", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "6"],
         {},
-        "whole updates",
+        "are not whole updates",
     ),
-    (["--nodes", "0"], {}, "--nodes 0"),
-    (["--gpus_per_node", "0"], {}, "--gpus_per_node 0"),
+    (["--nodes", "0"], {}, "--nodes must be at least 1, got 0"),
+    (["--gpus_per_node", "0"], {}, "--gpus_per_node must be at least 1, got 0"),
 ]
 
 
@@ -687,13 +691,13 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path):
     good = load_task("arithmetic", train_size=2, eval_size=2)
     parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
     for rows, words in (
-        ([{"prompt": parts}], "text alone"),
+        ([{"prompt": parts}], "supports text prompts only"),
         ([{"prompt": "x", "when": __import__("datetime").datetime(2026, 1, 1)}], r"train\[0\]"),
     ):
         from dataclasses import replace
 
         with pytest.raises(InputError, match=words):
-            write_task(replace(good, train=Dataset.from_list(rows)), {}, tmp_path)
+            write_task(replace(good, train_dataset=Dataset.from_list(rows)), {}, tmp_path)
 
 
 def test_paths_hold_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -751,7 +755,7 @@ def scored(folder: Path, rows: Any, texts: list[str]) -> list[dict[str, float]]:
     """As verl calls it: by keyword, from threads of a process in another folder."""
     call = {"data_source": "x", "extra_info": {"num_turns": 2}, "task": str(folder / "task.json")}
     return [
-        reward.score(solution_str=text, ground_truth=json.dumps(row), **call)
+        verl_data.score(solution_str=text, ground_truth=json.dumps(row), **call)
         for row, text in zip(rows, texts, strict=True)
     ]
 
@@ -822,7 +826,7 @@ def test_no_reward_is_an_error(tmp_path: Path):
     )
     task = load_task(str(tmp_path / "t.py"))
     write_task(task, request_of(RunSettings(task=str(tmp_path / "t.py")), {}, 0, None), tmp_path)
-    with pytest.raises(PoolError, match="reward returned None"):
+    with pytest.raises(PoolError, match=r"all rewards of a completion are None \(reward\)"):
         scored(tmp_path, [task.train_dataset[0]], ["a"])
 
 
@@ -836,7 +840,7 @@ def test_a_task_is_loaded_once_whatever_the_threads(tmp_path: Path, monkeypatch:
         time.sleep(0.05)
         return load_task(**asked)
 
-    monkeypatch.setattr(reward, "load_task", slowly)
+    monkeypatch.setattr(verl_data, "load_task", slowly)
     row = task.train_dataset[0]
 
     def one(_: int) -> float:

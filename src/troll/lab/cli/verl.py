@@ -54,8 +54,10 @@ def check(flags: Flags, settings: RunSettings, args: Any, model: Any) -> None:
     from troll.lab.verl.setup import Setup
 
     unknown: dict[str, Any] = {"folder": Path("unused"), "model_path": "", "prompts": sys.maxsize, "prompt_tokens": 1}
-    said = frozenset(flags.said)
-    setup = Setup(run=settings, args=args, model=model, said=said, gpus=settings.gpus_per_node or _gpus(), **unknown)
+    explicit = frozenset(flags.said)
+    setup = Setup(
+        run=settings, args=args, model=model, explicit=explicit, gpus=settings.gpus_per_node or _gpus(), **unknown
+    )
     refuse(setup)
     overrides(setup)
 
@@ -80,7 +82,7 @@ def setup_of(flags: Flags, settings: RunSettings, plan: Any) -> tuple[Any, dict[
         run=settings,
         args=plan.args,
         model=plan.model_config,
-        said=frozenset(flags.said),
+        explicit=frozenset(flags.said),
         folder=plan.folder,
         model_path=plan.model_path,
         prompts=len(plan.task.train_dataset),

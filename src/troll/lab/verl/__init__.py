@@ -1,5 +1,6 @@
-"""``troll train --engine verl``: the flags of ``troll train`` as hydra overrides of verl, launched and recorded.
+"""``troll train --engine verl``: translates the flags to verl's keys, starts verl and records the run.
 
-``keys`` is the table from flags to verl's keys, ``refusals`` what has none, ``data`` the task as parquet files;
-``reward`` and ``stop`` run inside verl, ``launch`` starts it, ``metrics`` turns its log into that of a run.
+``setup`` holds the resolved flags, ``keys`` is the table from flags to verl's keys, ``refusals`` lists the flags and
+values without a key. ``data`` writes the task for verl and computes its rewards inside verl, ``stop_token_loop`` ends
+completions at the task's stop token there. ``launch`` starts verl, ``metrics`` converts its log to ``metrics.jsonl``.
 """

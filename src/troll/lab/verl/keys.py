@@ -1,4 +1,4 @@
-"""The table: every key of verl that a run sets, the flags it follows from, and its value.
+"""The table of verl's keys: every key that a run sets, the flags it follows from, and its value.
 
 ``python -m troll.lab.verl.keys`` prints it as in ``docs/verl.md``.
 """
@@ -14,13 +14,13 @@ from typing import Any
 from troll.lab.verl.setup import Setup
 
 LEAVE = object()
-"""The value of a key that is left as verl has it."""
+"""The value of a key that keeps verl's default."""
 
 DATA = "verl"
-"""The folder, below that of a run, with what verl reads and writes."""
+"""The subfolder of a run for the files that verl reads and writes."""
 CHECKPOINTS = "checkpoints"
 NEVER = 1e9
-"""A clip that no ratio reaches."""
+"""A clip range that no ratio reaches."""
 
 _LOSS = "actor_rollout_ref.actor.policy_loss"
 _ENGINE = "actor_rollout_ref.actor.fsdp_config"
@@ -49,7 +49,7 @@ LOSS_TYPES, DTYPES, SCHEDULES = tuple(_SUMS), tuple(_DTYPES), tuple(_SCHEDULES)
 
 @dataclass(frozen=True)
 class Key:
-    """One key of verl: ``+`` in front where verl has no default for it."""
+    """One key of verl, with hydra's ``+`` in front where verl has no default for it."""
 
     name: str
     flags: tuple[str, ...]
@@ -62,7 +62,7 @@ def _only_if(condition: Callable[[Setup], Any], value: Callable[[Setup], Any]) -
 
 
 def _set(*names: str) -> Callable[[Setup], bool]:
-    return lambda s: any(name in s.said for name in names)
+    return lambda s: any(name in s.explicit for name in names)
 
 
 def _troll(s: Setup) -> bool:
@@ -74,20 +74,20 @@ def _reference(s: Setup) -> bool:
 
 
 def _precision(s: Setup) -> Any:
-    """verl computes in bf16 unless told otherwise."""
+    """The precision of the arithmetic; verl's default is bf16."""
     return LEAVE if s.args.bf16 else "fp16" if s.args.fp16 else "fp32"
 
 
 def _clip(side: str) -> Callable[[Setup], Any]:
     def value(s: Setup) -> Any:
         high = s.args.epsilon if s.args.epsilon_high is None else s.args.epsilon_high
-        reach = {"low": s.args.epsilon, "high": high}[side]
-        return NEVER if s.args.trust_region == "none" else reach
+        epsilon = {"low": s.args.epsilon, "high": high}[side]
+        return NEVER if s.args.trust_region == "none" else epsilon
 
     return _only_if(lambda s: s.clips, value)
 
 
-def _how_often(what: str) -> Callable[[Setup], Any]:
+def _frequency(what: str) -> Callable[[Setup], Any]:
     def value(s: Setup) -> Any:
         strategy = getattr(s.args, f"{what}_strategy")
         if strategy == "epoch":
@@ -100,13 +100,13 @@ def _how_often(what: str) -> Callable[[Setup], Any]:
 
 
 def keeps_model(s: Setup) -> bool:
-    """Whether verl writes the trained model as transformers reads it. It cannot, of an adapter."""
+    """Whether verl saves the trained model in transformers' format, which it cannot do with an adapter."""
     return bool(s.run.save_model and not s.model.use_peft)
 
 
 def _contents(s: Setup) -> list[str]:
-    to_go_on = [] if s.args.save_strategy == "no" else ["model", "optimizer", "extra"]
-    return to_go_on + ["hf_model"] * keeps_model(s) or ["model"]
+    for_resuming = [] if s.args.save_strategy == "no" else ["model", "optimizer", "extra"]
+    return for_resuming + ["hf_model"] * keeps_model(s) or ["model"]
 
 
 def _warmup(s: Setup) -> Any:
@@ -117,7 +117,12 @@ def _warmup(s: Setup) -> Any:
 KEYS: dict[str, tuple[Key, ...]] = {
     "the trust region": (
         Key("hydra.searchpath", ("trust_region",), _only_if(_troll, lambda s: ["pkg://troll.verl.configs"])),
-        Key("+trust_region", ("trust_region",), _only_if(_troll, lambda s: "troll"), "`troll`; else left out"),
+        Key(
+            "+trust_region",
+            ("trust_region",),
+            _only_if(_troll, lambda s: "troll"),
+            "`troll`; left out with `clip` and `none`",
+        ),
         Key(f"{_LOSS}.kl_bound", ("kl_bound",), _only_if(_troll, lambda s: s.args.kl_bound)),
         Key(f"{_LOSS}.regression_coef", ("regression_coef",), _only_if(_troll, lambda s: s.args.regression_coef)),
         Key(f"{_LOSS}.tail", ("tail",), _only_if(_troll, lambda s: s.args.tail)),
@@ -132,7 +137,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             f"{_LOSS}.loss_mode",
             ("trust_region", "importance_sampling_level"),
             _only_if(lambda s: s.clips, lambda s: "gspo" if s.by_sequence else "vanilla"),
-            "with `clip` and `none`: `vanilla`, or `gspo` for the ratio of the sequence",
+            "with `clip` and `none`: `vanilla`, or `gspo` for `sequence`",
         ),
         Key("actor_rollout_ref.actor.clip_ratio", ("trust_region", "epsilon"), _clip("low"), "1e9 with `none`"),
         Key("actor_rollout_ref.actor.clip_ratio_low", ("trust_region", "epsilon"), _clip("low"), "the same"),
@@ -141,7 +146,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.actor.clip_ratio_c",
             ("trust_region", "delta"),
             _only_if(lambda s: s.clips, lambda s: s.args.delta or NEVER),
-            "TRL's upper clip of the ratio; 1e9 without it, where verl's default is 3",
+            "TRL's upper clip of the ratio, 1e9 if unset; verl's default is 3",
         ),
     ),
     "loss and advantages": (
@@ -164,7 +169,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.actor.kl_loss_type",
             ("beta",),
             _only_if(_reference, lambda s: "low_var_kl"),
-            "TRL's estimate (k3), without the ratio that TRL weighs it by",
+            "TRL's estimator (k3), not weighted by the ratio",
         ),
         Key(
             "algorithm.adv_estimator",
@@ -195,24 +200,24 @@ KEYS: dict[str, tuple[Key, ...]] = {
             lambda s: s.args.gradient_checkpointing,
         ),
         Key("actor_rollout_ref.actor.strategy", ("engine",), lambda s: "fsdp2"),
-        Key(f"{_ENGINE}.model_dtype", ("dtype",), lambda s: _DTYPES[s.model.dtype], "of the weights"),
+        Key(f"{_ENGINE}.model_dtype", ("dtype",), lambda s: _DTYPES[s.model.dtype], "precision of the parameters"),
         Key(
             f"+{_ENGINE}.mixed_precision.param_dtype",
             ("bf16", "fp16"),
             _precision,
-            "of the arithmetic, for `bf16 false`",
+            "precision of the arithmetic, for `bf16 false`",
         ),
         Key(
             "+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype",
             ("bf16", "fp16"),
             _only_if(_reference, _precision),
-            "the same, of the reference",
+            "the same, for the reference",
         ),
         Key(
             "actor_rollout_ref.rollout.dtype",
             ("bf16", "fp16"),
             lambda s: "bfloat16" if s.args.bf16 else "float16" if s.args.fp16 else "float32",
-            "the same, of the sampler",
+            "the same, for the sampler",
         ),
         Key(
             "actor_rollout_ref.model.lora_rank",
@@ -234,12 +239,12 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.rollout.load_format",
             ("use_peft",),
             _only_if(lambda s: s.model.use_peft, lambda s: "safetensors"),
-            "with an adapter: the sampler reads the base model itself",
+            "with an adapter: the sampler loads the base model",
         ),
     ),
     "task": (
-        Key("data.train_files", _TASK, lambda s: s.file(DATA, "train.parquet"), "the problems, as verl reads them"),
-        Key("data.val_files", _TASK, lambda s: s.file(DATA, "held_out.parquet"), "the same, held out"),
+        Key("data.train_files", _TASK, lambda s: s.file(DATA, "train.parquet"), "the problems as parquet"),
+        Key("data.val_files", _TASK, lambda s: s.file(DATA, "held_out.parquet"), "the held-out problems"),
         Key("data.max_prompt_length", _TASK, lambda s: s.prompt_tokens, "the longest prompt"),
         Key("data.max_response_length", ("max_completion_length",), lambda s: s.args.max_completion_length),
         Key("data.shuffle", ("shuffle_dataset",), lambda s: s.args.shuffle_dataset),
@@ -247,7 +252,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.model.custom_chat_template",
             ("task",),
             lambda s: s.chat_template or LEAVE,
-            "for prompts of plain text: the text as it is",
+            "for plain-text prompts: renders the text unchanged",
         ),
         Key(
             "+data.apply_chat_template_kwargs",
@@ -257,7 +262,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key(
             "reward.custom_reward_function.path",
             ("task", "reward"),
-            lambda s: "pkg://troll.lab.verl.reward",
+            lambda s: "pkg://troll.lab.verl.data",
             "the rewards of the task",
         ),
         Key("reward.custom_reward_function.name", ("task", "reward"), lambda s: "score"),
@@ -271,7 +276,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.rollout.agent.agent_loop_config_path",
             ("task",),
             _only_if(lambda s: s.stop is not None, lambda s: s.file(DATA, "stop.yaml")),
-            "where completions end at a string of the task",
+            "if the task has a stop string",
         ),
         Key(
             "actor_rollout_ref.rollout.agent.default_agent_loop",
@@ -285,7 +290,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key("actor_rollout_ref.rollout.n", ("num_generations",), lambda s: s.args.num_generations),
         Key("actor_rollout_ref.rollout.temperature", ("temperature",), lambda s: s.args.temperature),
         Key("actor_rollout_ref.rollout.top_p", ("top_p",), lambda s: s.args.top_p),
-        Key("actor_rollout_ref.rollout.top_k", ("top_k",), lambda s: s.args.top_k or -1, "verl writes all as -1"),
+        Key("actor_rollout_ref.rollout.top_k", ("top_k",), lambda s: s.args.top_k or -1, "-1 for the whole vocabulary"),
         Key(
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
             ("vllm_tensor_parallel_size",),
@@ -307,7 +312,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.rollout.val_kwargs.do_sample",
             ("temperature",),
             lambda s: True,
-            "held-out problems are sampled as the others are",
+            "held-out problems use the same sampling parameters",
         ),
         Key("actor_rollout_ref.rollout.val_kwargs.temperature", ("temperature",), lambda s: s.args.temperature),
         Key("actor_rollout_ref.rollout.val_kwargs.top_p", ("top_p",), lambda s: s.args.top_p),
@@ -329,13 +334,13 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
             ("per_device_train_batch_size",),
             lambda s: s.args.per_device_train_batch_size,
-            "the same, when the rollout is scored",
+            "the same, for scoring the rollout",
         ),
         Key(
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
             ("per_device_train_batch_size",),
             lambda s: s.args.per_device_train_batch_size,
-            "the same, by the reference",
+            "the same, for the reference",
         ),
         Key(
             "trainer.total_training_steps",
@@ -343,7 +348,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             lambda s: s.rollouts,
             "rollouts: `max_steps` / `updates_per_generation`, or those of `num_train_epochs`",
         ),
-        Key("trainer.total_epochs", ("max_steps", "num_train_epochs"), lambda s: s.epochs, "enough for them"),
+        Key("trainer.total_epochs", ("max_steps", "num_train_epochs"), lambda s: s.epochs, "enough for these rollouts"),
     ),
     "optimizer": (
         Key("actor_rollout_ref.actor.optim.lr", ("learning_rate",), lambda s: s.args.learning_rate),
@@ -351,13 +356,13 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.actor.optim.lr_scheduler_type",
             ("lr_scheduler_type",),
             lambda s: _SCHEDULES[s.args.lr_scheduler_type.value],
-            "`constant`, `constant_with_warmup` or `cosine`; verl moves it once per rollout",
+            "`constant`, `constant_with_warmup` or `cosine`; changes once per rollout",
         ),
         Key(
             "actor_rollout_ref.actor.optim.lr_warmup_steps",
             ("warmup_steps",),
             _warmup,
-            "in rollouts; the first is at rate 0",
+            "in rollouts; the learning rate of the first is 0",
         ),
         Key("actor_rollout_ref.actor.optim.weight_decay", ("weight_decay",), lambda s: s.args.weight_decay),
         Key(
@@ -375,13 +380,13 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "actor_rollout_ref.actor.optim.clip_grad",
             ("max_grad_norm",),
             lambda s: s.args.max_grad_norm or math.inf,
-            "`inf` for 0: no clip of the gradient",
+            "`inf` for 0: no gradient clipping",
         ),
     ),
     "run": (
         Key("trainer.nnodes", ("nodes",), lambda s: s.run.nodes),
-        Key("trainer.n_gpus_per_node", ("gpus_per_node",), lambda s: s.gpus, "those of this machine unless set"),
-        Key("trainer.test_freq", ("eval_strategy", "eval_steps"), _how_often("eval"), "in rollouts; -1 for `no`"),
+        Key("trainer.n_gpus_per_node", ("gpus_per_node",), lambda s: s.gpus, "default: the GPUs of this machine"),
+        Key("trainer.test_freq", ("eval_strategy", "eval_steps"), _frequency("eval"), "in rollouts; -1 for `no`"),
         Key(
             "trainer.val_before_train",
             ("eval_strategy", "eval_on_start"),
@@ -390,14 +395,14 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key(
             "trainer.save_freq",
             ("save_strategy", "save_steps", "save_model"),
-            _how_often("save"),
-            "in rollouts; with `no`, the end alone if the model is kept",
+            _frequency("save"),
+            "in rollouts; with `no`, only at the end if the model is saved",
         ),
         Key(
             "actor_rollout_ref.actor.checkpoint.save_contents",
             ("save_strategy", "save_model"),
             _contents,
-            "with `hf_model` if the model is kept",
+            "with `hf_model` if the model is saved",
         ),
         Key("trainer.max_actor_ckpt_to_keep", ("save_total_limit",), lambda s: s.args.save_total_limit),
         Key("trainer.default_local_dir", ("runs_dir", "run_name"), lambda s: s.file(CHECKPOINTS)),
@@ -407,7 +412,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "trainer.logger",
             ("report_to",),
             lambda s: ["console", "file", *s.args.report_to],
-            "and always verl's log and its file of metrics",
+            "in addition to console and file",
         ),
         Key("trainer.resume_mode", ("resume",), lambda s: "auto" if s.resumes else "disable"),
         Key("data.seed", ("seed",), lambda s: s.args.seed),
@@ -419,14 +424,14 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "+ray_kwargs.ray_init.runtime_env.env_vars",
             ("runs_dir", "run_name", "allow_unsandboxed_code"),
             lambda s: dict(s.environment),
-            "where verl's file of metrics is",
+            "path of verl's metrics file",
         ),
     ),
 }
 
 
 def overrides(setup: Setup) -> list[str]:
-    """The arguments of ``python -m verl.trainer.main_ppo``; those of ``--verl_overrides`` come last and win."""
+    """The arguments of ``python -m verl.trainer.main_ppo``; ``--verl_overrides`` come last and win."""
     return [*_translated(setup), *setup.run.verl_overrides]
 
 
@@ -435,7 +440,7 @@ def _translated(setup: Setup) -> Iterator[str]:
         value = key.value(setup)
         if value is LEAVE:
             continue
-        if isinstance(value, Mapping):  # verl's own is empty, and takes no new names as a whole
+        if isinstance(value, Mapping):  # verl's default is empty, and hydra adds names to it one by one only
             for name, item in value.items():
                 yield f"{key.name}.{name}={written(item)}"
         else:
@@ -462,12 +467,12 @@ def written(value: Any) -> str:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """Backslashes count only before a quote, where hydra wants each of them twice."""
+    """Hydra requires backslashes before a quote to be doubled, and only those."""
     return match[1] * 2 + match[2].replace("'", r"\'")
 
 
 def table() -> str:
-    """All keys as Markdown, as the documents have it."""
+    """All keys as a Markdown table, as in ``docs/verl.md``."""
     lines = ["| verl | flags of `troll train` | |", "|---|---|---|"]
     for title, keys in KEYS.items():
         lines.append(f"| **{title}** | | |")

@@ -1,4 +1,4 @@
-"""Start verl in a process of its own, show what it does, and record it in the folder of the run."""
+"""Starts verl in a subprocess, shows its progress and records it in the run's folder."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from troll.trl.robust.interrupt import SIGNALS
 OVERRIDES, SCRIPT, LOG = "overrides.txt", "launch.sh", "log.txt"
 FILE_LOGGER = "VERL_FILE_LOGGER_PATH"
 _LATEST = "latest_checkpointed_iteration.txt"
-_PAUSE = 0.5  # seconds between looks at verl's log
-_PATIENCE = 120.0  # seconds that verl and Ray have to end after a signal
+_PAUSE = 0.5  # seconds between two reads of verl's log
+_GRACE = 120.0  # seconds that verl and Ray have to end after a signal
 
 
 class EngineError(InputError):
-    """verl ended, and not well."""
+    """verl ended with an error."""
 
 
 def command(setup: Setup) -> list[str]:
-    """What is run."""
+    """The command that starts verl."""
     return [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(setup)]
 
 
 def script(setup: Setup) -> str:
-    """The command as a shell script; more overrides can be given to it."""
+    """The command as a shell script, which takes further overrides as arguments."""
     program, *rest = command(setup)
     words = " \\\n  ".join(map(shlex.quote, rest[2:]))
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(setup.environment.items()))
@@ -65,12 +65,12 @@ def script(setup: Setup) -> str:
 
 
 def next_log(folder: Path) -> Path:
-    """Of the start that comes now: verl overwrites the log it is given."""
+    """Path of the log for the next start; verl overwrites an existing log."""
     return folder.absolute() / DATA / f"metrics-{len(logs(folder)) + 1}.jsonl"
 
 
 def checkpoint_of(folder: Path) -> int:
-    """The rollout after which verl last saved; 0 if it has not."""
+    """The rollout of verl's last checkpoint; 0 if there is none."""
     try:
         return int((folder / CHECKPOINTS / _LATEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -78,13 +78,13 @@ def checkpoint_of(folder: Path) -> int:
 
 
 def execute(plan: RunPlan, setup: Setup, request: dict[str, Any], console: Console) -> Run:
-    """Train as planned. The files that verl reads are written first; those it writes stay, whatever becomes of it."""
+    """Train as planned. verl's files stay in the folder also when the run fails."""
     with run_folder(plan):
         if plan.resumes:
             saved = checkpoint_of(plan.folder)
             resume(plan, saved * setup.updates, plan.changes)
-            none = "There is no checkpoint to go on from: the run begins again, from update 0."
-            say(console, f"Going on from rollout {saved}." if saved else none)
+            restart = "There is no checkpoint to resume from: the run starts again from update 0."
+            say(console, f"Resuming after rollout {saved}." if saved else restart)
         return _execute(plan, setup, request, console)
 
 
@@ -98,15 +98,15 @@ def _execute(plan: RunPlan, setup: Setup, request: dict[str, Any], console: Cons
         if not plan.resumes:
             shutil.rmtree(plan.folder)
         raise
-    say(console, f"verl's own output: {plan.folder / DATA / LOG}")
+    say(console, f"Output of verl: {plan.folder / DATA / LOG}")
     with _status(plan), (plan.folder / DATA / LOG).open("ab") as log:
         child = subprocess.Popen(
             command(setup),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
-            preexec_fn=_hear,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            preexec_fn=_restore_sigint,
             env={**os.environ, **setup.environment},
         )
         with _Stopper(child) as stopper:
@@ -120,8 +120,8 @@ def _execute(plan: RunPlan, setup: Setup, request: dict[str, Any], console: Cons
     return Run(plan.folder)
 
 
-def _hear() -> None:
-    """What is started in the background ignores SIGINT, and so would its children."""
+def _restore_sigint() -> None:
+    """A process in the background ignores SIGINT, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -136,30 +136,30 @@ def _write(plan: RunPlan, setup: Setup, request: dict[str, Any]) -> None:
 
 
 def _follow(child: subprocess.Popen[bytes], plan: RunPlan, setup: Setup, console: Console) -> None:
-    """Until it ends: every line that verl logs becomes one of the run, and is shown."""
+    """Convert and show every line that verl logs, until it ends."""
     translator = Translator(setup.updates, setup.args.trust_region == "clip", _seconds(plan.folder))
-    path, place, shown = Path(setup.environment[FILE_LOGGER]), 0, ShowProgress(console, Watch(plan.folder))
+    path, offset, progress = Path(setup.environment[FILE_LOGGER]), 0, ShowProgress(console, Watch(plan.folder))
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=setup.rollouts * setup.updates)
     state.global_step = checkpoint_of(plan.folder) * setup.updates
-    shown.on_train_begin(setup.args, state, None)
+    progress.on_train_begin(setup.args, state, None)
     try:
         while True:
-            ended = child.poll() is not None  # what it wrote before it ended is still to be read
-            new, place = read_new(path, place)
+            ended = child.poll() is not None  # its last lines are still to be read
+            new, offset = read_new(path, offset)
             for line in translate(new, translator):
                 append_line(plan.folder / METRICS, line)
                 state.global_step = line["step"]
-                shown.on_log(setup.args, state, None, {"loss": None, **line} if "reward" in line else line)
-                shown.on_step_end(setup.args, state, None)
+                progress.on_log(setup.args, state, None, {"loss": None, **line} if "reward" in line else line)
+                progress.on_step_end(setup.args, state, None)
             if ended:
                 return
             time.sleep(_PAUSE)
     finally:
-        shown.close()
+        progress.close()
 
 
 class _Stopper:
-    """A signal is passed on to verl, which ends; a second one, or no patience left, ends all of its processes."""
+    """Passes a signal on to verl, which ends. A second signal, or a timeout, kills all of its processes."""
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
         self.child, self.caught = child, False
@@ -175,7 +175,7 @@ class _Stopper:
         signal.alarm(0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self.child.poll() is None:  # this process failed, not that one
+        if self.child.poll() is None:  # this process failed, verl did not
             self._end()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
@@ -183,9 +183,11 @@ class _Stopper:
             self._end()
             return
         self.caught = True
-        os.write(2, b"\nStopping verl; it goes on from its last checkpoint. Once more to stop at once.\n")
+        os.write(
+            2, b"\nStopping verl; a resumed run starts from its last checkpoint. Press Ctrl-C again to stop at once.\n"
+        )
         self.child.send_signal(signal.SIGINT)
-        signal.alarm(round(_PATIENCE))
+        signal.alarm(round(_GRACE))
 
     def _end(self) -> None:
         try:
@@ -197,7 +199,7 @@ class _Stopper:
 
 @contextmanager
 def _status(plan: RunPlan) -> Iterator[None]:
-    """Write down how it ended if it did not end well; the folder stays, for verl's output."""
+    """Record the status of a run that failed or was interrupted."""
     try:
         yield
     except BaseException as error:
@@ -208,26 +210,24 @@ def _status(plan: RunPlan) -> Iterator[None]:
 
 
 def _failure(folder: Path, code: int) -> EngineError:
-    """What verl said last that looks like a reason."""
+    """An error with the last line of verl's output that names an exception."""
     lines = (folder / DATA / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     reasons = [line for line in lines if re.search(r"(Error|Exception)\b.*: ", line)]
-    said = one_line((reasons or lines or ["nothing"])[-1])
-    return EngineError(
-        f"verl, which ended with code {code} ({said})", "a run that ends", f"reading {folder / DATA / LOG}"
-    )
+    reason = one_line((reasons or lines or ["no output"])[-1])
+    return EngineError(f"verl ended with code {code} ({reason})", f"See {folder / DATA / LOG}")
 
 
 def _seconds(folder: Path) -> float:
-    """Up to now, as far as verl's log tells."""
+    """Duration of the run so far, from verl's log."""
     run = Run(folder)
     lines = [*run.metrics(), *run.evaluations()]
     return max((float(line.get("seconds") or 0.0) for line in lines), default=0.0)
 
 
 def _keep_model(plan: RunPlan, setup: Setup, console: Console) -> None:
-    """The trained model as ``model/``, from verl's last checkpoint."""
+    """Move the trained model from verl's last checkpoint to ``model/``."""
     if not plan.save_model or not (plan.folder / CHECKPOINTS / _LATEST).exists():
-        return  # not asked for; or not saved, by an override
+        return  # not requested, or disabled by an override
     actor = plan.folder / CHECKPOINTS / f"global_step_{checkpoint_of(plan.folder)}" / "actor"
     if keeps_model(setup) and any((actor / "huggingface").glob("*.safetensors")):
         put_in_place(actor / "huggingface", plan.folder / MODEL)
@@ -235,4 +235,4 @@ def _keep_model(plan: RunPlan, setup: Setup, console: Console) -> None:
             shutil.rmtree(plan.folder / CHECKPOINTS)
     else:
         merge = f"--backend fsdp --local_dir {actor} --target_dir {plan.folder / MODEL}"
-        say(console, f"To have the model as transformers reads it: python -m verl.model_merger merge {merge}")
+        say(console, f"To convert the model for transformers: python -m verl.model_merger merge {merge}")

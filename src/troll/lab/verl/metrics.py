@@ -1,7 +1,7 @@
-"""verl's log of a run as ``metrics.jsonl``, so that a report can draw it.
+"""Converts verl's log to ``metrics.jsonl``, with the names of ``docs/metrics.md``.
 
-verl logs once per rollout, with the mean over the updates on it. ``python -m troll.lab.verl.metrics RUN`` does for
-a run that was launched by hand what ``troll train`` does as it goes.
+verl logs once per rollout: the mean over its updates, for ``/max`` and ``/min`` the extreme. ``troll train`` converts
+every line as it is written; ``python -m troll.lab.verl.metrics RUN`` converts the log of a run launched by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from troll.lab.runs import Run, append_line
 from troll.lab.runs.folder import METRICS, Line
 
-NAMES = {  # verl's → as docs/metrics.md has it
+NAMES = {  # verl's name → name in docs/metrics.md
     "critic/score/mean": "reward",
     "actor/pg_loss": "loss",
     "actor/grad_norm": "grad_norm",
@@ -31,7 +31,7 @@ NAMES = {  # verl's → as docs/metrics.md has it
     "response_length/max": "completions/max_length",
     "response_length/clip_ratio": "completions/clipped_ratio",
 }
-TIMES = {  # parts of timing_s → part of the time
+TIMES = {  # verl's timing_s/… → time/…
     "gen": "generate",
     "reward": "reward",
     "old_log_prob": "score",
@@ -47,21 +47,21 @@ _HELD_OUT = re.compile(r"val-(?:core|aux)/[^/]+/(reward|rewards/.+)/mean@\d+")
 
 @dataclass
 class Translator:
-    """From lines of verl to lines of a run; counts tokens and seconds over the rollouts."""
+    """Converts lines of verl's log to lines of ``metrics.jsonl``; accumulates tokens and seconds."""
 
     updates: int
-    """On each rollout: a step of verl is so many steps of the optimizer."""
+    """Updates per rollout: one step of verl is this many optimizer steps."""
     clips: bool = False
-    """Whether the clip acts; with the trust region it does not, whatever verl logs."""
+    """Whether verl's clip is used. With the trust region it is not, though verl logs a clip fraction."""
     seconds: float = 0.0
     tokens: float = 0.0
 
     def lines(self, line: Line) -> Iterator[Line]:
-        """What one line of verl says: of training, of evaluation, or of both."""
+        """One line of verl → a training line, an evaluation line, or both."""
         step, data = line["step"] * self.updates, _numbers(line["data"])
         spent = {name: data[f"timing_s/{name}"] for name in TIMES if f"timing_s/{name}" in data}
         whole = data.get("timing_s/step", 0.0)
-        self.seconds += whole + spent.get("testing", 0.0)  # verl's step does not contain it
+        self.seconds += whole + spent.get("testing", 0.0)  # not part of verl's step
         at = {"step": step, "seconds": round(self.seconds, 3)}
         if "actor/pg_loss" in data or "critic/score/mean" in data:
             yield {**at, **self._training(data, spent, whole)}
@@ -90,12 +90,12 @@ class Translator:
 
 
 def _numbers(data: dict[str, Any]) -> dict[str, float]:
-    """What can be drawn."""
+    """The finite numbers."""
     return {name: value for name, value in data.items() if isinstance(value, (int, float)) and math.isfinite(value)}
 
 
 def read_new(path: Path, start: int) -> tuple[list[Line], int]:
-    """The lines of verl's log that are whole, from a place in it, and the place after them."""
+    """The complete lines of verl's log from a byte offset on, and the offset after them."""
     if not path.exists():
         return [], start
     with path.open("rb") as file:
@@ -106,12 +106,12 @@ def read_new(path: Path, start: int) -> tuple[list[Line], int]:
 
 
 def translate(lines: Iterable[Line], translator: Translator) -> list[Line]:
-    """All of them."""
+    """Convert several lines."""
     return [ours for line in lines for ours in translator.lines(line)]
 
 
 def convert(folder: Path) -> int:
-    """Write ``metrics.jsonl`` of a run anew from all of verl's logs in it; how many lines."""
+    """Write ``metrics.jsonl`` of a run from all of verl's logs in it; returns the number of lines."""
     settings = Run.open(folder).about["settings"]
     translator = Translator(settings["updates_per_generation"], settings["trust_region"] == "clip")
     found = [line for path in logs(folder) for line in translate(read_new(path, 0)[0], translator)]
@@ -122,7 +122,7 @@ def convert(folder: Path) -> int:
 
 
 def logs(folder: Path) -> list[Path]:
-    """verl's logs of a run, one for each time it was started, in order."""
+    """verl's logs of a run in order, one per start."""
     return sorted((folder / "verl").glob("metrics-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
 
 

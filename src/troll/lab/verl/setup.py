@@ -1,4 +1,4 @@
-"""What decides a run with verl: the flags, and the facts about task and model that verl's keys depend on."""
+"""``Setup``: the resolved flags of a run with verl, and the properties of task and model that verl's keys depend on."""
 
 from __future__ import annotations
 
@@ -17,58 +17,57 @@ from troll.trl import TROLLConfig
 
 @dataclass(frozen=True)
 class Setup:
-    """Flags as they were resolved, and what was found out about task and model."""
+    """The resolved flags, and properties of the task and the model."""
 
     run: RunSettings
     args: TROLLConfig
     model: ModelConfig
-    said: frozenset[str]
+    explicit: frozenset[str]
     """The flags that were given, on the command line or in a file."""
     folder: Path
     model_path: str
     prompts: int
-    """Training problems."""
+    """Number of training problems."""
     prompt_tokens: int
     """Length of the longest prompt."""
     gpus: int
-    """Per node."""
+    """GPUs per node."""
     chat_template: str | None = None
-    """For prompts that are plain text; None for chat messages."""
+    """For plain-text prompts; None for chat prompts."""
     stop: int | None = None
-    """A token at which completions end, besides the end token."""
+    """The task's stop token, at which completions end besides the end token."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What the processes of verl need beyond what they inherit."""
+    """Environment variables that are set for verl's processes."""
     resumes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node"):
-            given = getattr(self.run, name)
-            if given is not None and given < 1:
-                raise InputError(f"--{name} {given}", "at least 1", f"leaving --{name} out")
+            value = getattr(self.run, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name} must be at least 1, got {value}", f"Leave --{name} out for the default")
         if (self.args.updates_per_generation or 0.5) % self.args.num_iterations:
             raise InputError(
-                f"a schedule of {self.args.steps_per_rollout} passes and num_iterations={self.args.num_iterations} "
-                f"per rollout, gradient_accumulation_steps={self.args.gradient_accumulation_steps}",
-                "whole updates on whole rollouts: verl cuts a rollout into equal updates",
-                "--updates_per_generation alone",
+                f"verl splits a rollout into equal updates, and {self.args.steps_per_rollout} passes per rollout with "
+                f"num_iterations={self.args.num_iterations} and gradient_accumulation_steps="
+                f"{self.args.gradient_accumulation_steps} are not whole updates",
+                "Set --updates_per_generation alone",
             )
         if self.completions_per_update % self.args.num_generations:
             raise InputError(
                 f"{self.completions_per_update} completions per update (per_device_train_batch_size × "
-                f"gradient_accumulation_steps × GPUs) in groups of num_generations={self.args.num_generations}",
-                "whole groups: verl's ppo_mini_batch_size counts prompts",
-                f"--gradient_accumulation_steps {self._enough_accumulation}",
+                f"gradient_accumulation_steps × GPUs) are not a multiple of num_generations="
+                f"{self.args.num_generations}: verl's mini-batches consist of whole groups",
+                f"Use --gradient_accumulation_steps {self._enough_accumulation}",
             )
         if self.prompts < self.prompts_per_rollout:
             raise InputError(
-                f"{self.prompts} training problems, for rollouts of {self.prompts_per_rollout} prompts",
-                "at least one rollout's",
-                "more problems (--train_size), or a smaller batch",
+                f"a rollout has {self.prompts_per_rollout} prompts, but there are {self.prompts} training problems",
+                "Use more problems (--train_size) or a smaller batch",
             )
 
     @property
     def world(self) -> int:
-        """GPUs in all."""
+        """Number of GPUs on all nodes."""
         return self.run.nodes * self.gpus
 
     @property
@@ -78,58 +77,58 @@ class Setup:
 
     @property
     def completions_per_update(self) -> int:
-        """Over all GPUs."""
+        """Completions per update, on all GPUs."""
         return int(self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.world)
 
     @property
     def prompts_per_update(self) -> int:
-        """verl's mini-batch."""
+        """Prompts per update, verl's ``ppo_mini_batch_size``."""
         return self.completions_per_update // int(self.args.num_generations)
 
     @property
     def prompts_per_rollout(self) -> int:
-        """verl's train batch."""
+        """Prompts per rollout, verl's ``train_batch_size``."""
         return self.prompts_per_update * self.updates // int(self.args.num_iterations)
 
     @property
     def rollouts_per_epoch(self) -> int:
-        """verl drops the last, incomplete one."""
+        """Rollouts per epoch; verl drops the last, incomplete one."""
         return self.prompts // self.prompts_per_rollout
 
     @property
     def rollouts(self) -> int:
-        """Steps of verl's trainer: each is a rollout and all updates on it."""
+        """Number of rollouts. A step of verl's trainer is a rollout and all updates on it."""
         if self.args.max_steps > 0:
             return self.between_rollouts("max_steps", self.args.max_steps)
         return max(1, int(self.args.num_train_epochs * self.rollouts_per_epoch))
 
     @property
     def epochs(self) -> int:
-        """Passes over the data that are begun."""
+        """Epochs, the last one possibly incomplete."""
         return math.ceil(self.rollouts / self.rollouts_per_epoch)
 
     def between_rollouts(self, name: str, updates: float) -> int:
-        """A number of updates in rollouts; one that was asked for must be whole, a default is rounded up."""
-        if name in self.said and updates % self.updates:
+        """Updates → rollouts. An explicit number must be a multiple of those per rollout; a default is rounded up."""
+        if name in self.explicit and updates % self.updates:
             raise InputError(
-                f"--{name} {updates:g} with {self.updates} updates per rollout",
-                f"a multiple of {self.updates}: verl trains, evaluates and saves in whole rollouts",
-                f"--{name} {max(1, round(updates / self.updates)) * self.updates}",
+                f"--{name} must be a multiple of {self.updates}, the updates per rollout, got {updates:g}: verl "
+                "trains, evaluates and saves in whole rollouts",
+                f"Use --{name} {max(1, round(updates / self.updates)) * self.updates}",
             )
         return math.ceil(updates / self.updates)
 
     def file(self, *names: str) -> str:
-        """A path below the run, as every process finds it."""
+        """Absolute path of a file in the run's folder."""
         return str(self.folder.absolute().joinpath(*names))
 
     @property
     def clips(self) -> bool:
-        """Whether verl's own loss is used, with a clip or with one that never acts."""
+        """Whether verl's loss is used, with its clip or with an infinite one."""
         return bool(self.args.trust_region != "troll")
 
     @property
     def by_sequence(self) -> bool:
-        """Whether the ratio is that of the sequence."""
+        """Whether the importance ratio is that of the sequence."""
         return bool(self.args.importance_sampling_level == "sequence")
 
     @property
@@ -139,8 +138,8 @@ class Setup:
 
 
 def value_of(setup: Setup, name: str) -> Any:
-    """Of any flag."""
-    for place in (setup.run, setup.args, setup.model):
-        if hasattr(place, name):
-            return getattr(place, name)
+    """The value of a flag."""
+    for owner in (setup.run, setup.args, setup.model):
+        if hasattr(owner, name):
+            return getattr(owner, name)
     raise KeyError(name)
