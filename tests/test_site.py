@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from troll.lab.cli import check_command
+from troll.lab.cli import check_command, main
+from troll.lab.cli.main import COMMANDS
 from troll.lab.report.figures import RUN_FIGURES
 from troll.lab.runs import Comparison, Run
 from troll.lab.runs.arms import ARMS
@@ -259,6 +261,27 @@ def test_every_command_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check_command(words)
 
 
+FOREIGN_FLAGS = {"tiny", "config-name"}
+"""Flags of examples/trl and of hydra."""
+
+
+def test_every_flag_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags in the text, outside of commands; those of complete commands are parsed above."""
+    for words in [*([command, "--help"] for command in COMMANDS), ["train", "--help_all"], ["compare", "--help_all"]]:
+        with contextlib.suppress(SystemExit):
+            main(words)
+    known = set(re.findall(r"--([\w-]+)", capsys.readouterr().out))
+    known = {name.replace("-", "_") for name in known}
+    unknown = {
+        (path.name, flag)
+        for path in SHOWN
+        for span in re.findall(r"`(--[^`]+)`", path.read_text())
+        for flag in re.findall(r"(?:^|\s)--([\w-]+)", span)
+        if flag not in FOREIGN_FLAGS and flag.replace("-", "_") not in known
+    }
+    assert not unknown, sorted(unknown)
+
+
 def test_every_yaml_file_is_one_of_flags(tmp_path: Path) -> None:
     shown = [text for _, page, text in blocks("yaml") if page in {path.name for path in DOCS}]
     assert shown
@@ -304,7 +327,7 @@ def test_the_arms_are_those_of_the_command() -> None:
 
 def test_the_cost_table_is_that_of_the_benchmark() -> None:
     page, benchmark = (ROOT / "docs/when-not.md").read_text(), (ROOT / "benchmarks/trl/README.md").read_text()
-    rows = re.findall(r"^\| .*SmolLM2|^\| .*weights.*", page, re.MULTILINE)
+    rows = re.findall(r"^\| .*SmolLM2|^\| .*parameters.*", page, re.MULTILINE)
     assert len(rows) >= 4
     pairs = re.findall(r"([\d.]+) \(`bucket`\), ([\d.]+) \(`floor`\)", page)
     measured = re.findall(r"^\| [^|]+ \| (bucket|floor) \| ([\d.]+) \|", benchmark, re.MULTILINE)

@@ -149,7 +149,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     rows = []
     for _ in range(args.rollouts):
-        rollout = Rollout(model, tokenizer, task, rng.sample(task["train"], args.prompts), args.samples)
+        rollout = Rollout(model, tokenizer, task, rng.sample(task["train_dataset"], args.prompts), args.samples)
         with torch.no_grad():
             before = torch.cat([rollout.logits(model, part) for part in rollout.parts(args.mini_batch)])
         old = troll.sparsify(before, rollout.sampled, loss_mask=rollout.counted)
