@@ -1,9 +1,9 @@
-"""How fast the math reward is, and how often it is wrong on its regression table, beside TRL's own.
+"""Speed of the math reward, and its wrong verdicts on the regression table, compared with TRL's accuracy_reward.
 
     python benchmarks/rewards/mathematics.py MATH.json [--only speed|verdicts]
 
-The file has records with a field ``answer``. Every answer that is no plain number is given as it is, and with a 0
-added, so that only algebra can tell that it is the same. Writes mathematics.json beside this file.
+The file has records with a field ``answer``. Every answer that is not a plain number is given unchanged, and with a 0
+added, so that only algebra can decide that it is equal. Writes mathematics.json beside this file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from troll.rewards import MathReward
-from troll.rewards.answers import Leaf, read
-from troll.rewards.checker import Checker, apart
+from troll.rewards.answers import Leaf, parse
+from troll.rewards.checker import Checker, plain_command
 from troll.rewards.workers import cores
 
 HERE = Path(__file__).parent
@@ -33,11 +33,11 @@ HANGS = "(((9^{9999})^{9999})^{999})^{999}"
 
 
 def pairs(path: Path, most: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """All answers, and some that need algebra with the same written differently."""
+    """All answers, and pairs of equal ones that need algebra."""
     answers = [str(row["answer"]) for row in json.loads(path.read_text()) if row.get("answer")]
     hard = []
     for answer in dict.fromkeys(answers):
-        tree = read(answer)
+        tree = parse(answer)
         if (
             isinstance(tree, Leaf)
             and tree.value is None
@@ -56,7 +56,7 @@ def rate(reward: MathReward, given: list[str], golds: list[str]) -> tuple[float,
 
 
 def processor_ms(given: list[str], golds: list[str]) -> float:
-    """Milliseconds of processor time that a process takes per check, without its start."""
+    """CPU time per check in milliseconds, without the start of the process."""
 
     def spent(size: int) -> float:
         before = os.times()
@@ -90,11 +90,11 @@ def speed(path: Path) -> dict[str, Any]:
             "judged_right": right,
         }
         reward.close()
-    found["processor_ms_first_time"] = processor_ms(others, golds)  # whatever else the machine has to do
+    found["processor_ms_first_time"] = processor_ms(others, golds)  # independent of the load
     starts = []
     for _ in range(5):
         began = time.perf_counter()
-        worker = Checker({"kind": "math"}, *apart())
+        worker = Checker({"kind": "math"}, *plain_command())
         starts.append(time.perf_counter() - began)
         worker.end()
     reward = MathReward(size=1)
@@ -165,7 +165,7 @@ def main() -> None:
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)[13:],
         "cores": cores(),
-        "load_before": round(os.getloadavg()[0], 2),  # other things this machine had to do
+        "load_before": round(os.getloadavg()[0], 2),  # other work on this machine
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in PACKAGES},
     }

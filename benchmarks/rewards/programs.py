@@ -1,4 +1,4 @@
-"""How many programs are judged per second, in which sandbox, and whether a mixed batch loses any.
+"""Programs judged per second in each sandbox, and whether a mixed batch loses a verdict.
 
 python benchmarks/rewards/programs.py            prints tables and writes programs.json beside this file
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from troll.rewards.code import CodeReward
-from troll.rewards.sandbox import Isolation, Sandbox, isolations, probe
-from troll.rewards.sandbox.isolation import python
+from troll.rewards.sandbox import Isolation, Sandbox, inside, isolations
+from troll.rewards.sandbox.isolation import sandbox_python
 
 CORES = len(os.sched_getaffinity(0))
 ROUNDS, RUNS = 3, 1000
@@ -61,7 +61,7 @@ def judged(programs: list[str], tests: list[Any], isolation: Isolation) -> float
 
 
 def plain(count: int) -> float:
-    """The same program in a process each, with no walls at all: what isolation is compared with."""
+    """Programs per second with a plain Python process each and no isolation, as the baseline."""
     began = time.perf_counter()
     with ThreadPoolExecutor(CORES) as pool:
         said = list(pool.map(lambda n: _python(f"def f(x): return x + {n}\nprint(f(1))"), range(count)))
@@ -70,15 +70,17 @@ def plain(count: int) -> float:
 
 
 def _python(source: str) -> str:
-    return subprocess.run([python(), "-I", "-S", "-c", source], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sandbox_python(), "-I", "-S", "-c", source], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def starts(isolation: Isolation, count: int = 20) -> float:
-    """Seconds to start a sandbox and have a first answer from it."""
+    """Seconds until the first answer of a new sandbox."""
     began = time.perf_counter()
     for n in range(count):
-        sandbox = Sandbox([probe], isolation)
-        run = sandbox.start(probe)
+        sandbox = Sandbox([inside], isolation)
+        run = sandbox.start(inside.probe)
         assert run.lines.ask(60, n) == 7 * n
         run.end()
         sandbox.end()
@@ -86,7 +88,7 @@ def starts(isolation: Isolation, count: int = 20) -> float:
 
 
 def mixed(count: int = 1000) -> dict[str, Any]:
-    """A batch with 5 % bombs: how long it takes, and how many results are lost or another program's."""
+    """A batch with 5 % bombs: its time, and how many verdicts are lost or wrong."""
     rng = random.Random(0)
     rows = []
     for n in range(count):
@@ -127,7 +129,7 @@ def main() -> None:
     for _ in range(ROUNDS):  # everything in every round, so that ratios are fair
         rounds.append(
             {
-                "a process each, no walls": plain(RUNS // 5),
+                "a process each, no sandbox": plain(RUNS // 5),
                 "bubblewrap, functions": judged(*functions(RUNS), walls["bubblewrap"]),
                 "bubblewrap, standard input": judged(*streams(RUNS), walls["bubblewrap"]),
                 "Landlock, functions": judged(*functions(RUNS // 5), walls["landlock"]),
@@ -154,7 +156,7 @@ def main() -> None:
     }
     print(f"{result['processor']}, {CORES} cores, {result['bubblewrap']}\n")
     print("| programs per second | median | all rounds | against a process each |\n|---|---|---|---|")
-    base = [one["a process each, no walls"] for one in rounds]
+    base = [one["a process each, no sandbox"] for one in rounds]
     for name in rounds[0]:
         values = [one[name] for one in rounds]
         ratios = sorted(value / first for value, first in zip(values, base, strict=True))

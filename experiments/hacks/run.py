@@ -1,6 +1,6 @@
 """Every hack against every checker: ``python experiments/hacks/run.py --checkers FOLDER`` (see README.md).
 
-Each pair has a process of its own in bubblewrap: no network, nothing to write but a scratch folder, and a deadline.
+Each pair runs in a separate process in bubblewrap: no network, only a scratch folder to write to, and a deadline.
 Writes results.json and the tables of README.md.
 """
 
@@ -36,7 +36,7 @@ FULL, NOT, CRASHED, HUNG = "full score", "not", "checker crashed", "checker hung
 
 
 def ours(name: str, kind: str, program: str) -> str:
-    """What troll's code reward says, at worst, of a program whose tests come in all the forms that it knows."""
+    """The worst verdict of troll's code reward on a program, over all formats of the tests."""
     forms: list[Any] = [{"inputs": [i for i, _ in STDIN], "outputs": [o for _, o in STDIN]}]
     if kind == "function":
         pairs = {"fn_name": "f", "inputs": [[x] for x, _ in CALLS], "outputs": [y for _, y in CALLS]}
@@ -54,7 +54,7 @@ def _reward(walls: str) -> CodeReward:
 
 
 def theirs(checker: str, kind: str, program: str, folder: Path) -> str:
-    """What another checker says of a program, at worst: "full score", "not", "checker crashed", "checker hung"."""
+    """The worst verdict of another checker on a program: "full score", "not", "checker crashed", "checker hung"."""
     form = CHECKERS[checker][1][kind]
     problem = {form: {"check": CHECK, "calls": CALLS, "stdin": STDIN}[form]}
     with tempfile.TemporaryDirectory() as scratch:
@@ -92,7 +92,7 @@ def _once(checker: str, program: str, problem: dict[str, Any], folder: Path, scr
 
 
 def measure(folder: Path, names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Checker → program → what it says, after honest programs got the full score and wrong ones did not."""
+    """Checker → program → verdict, after honest programs got the full score and wrong ones did not."""
     programs = [("honest", *entry) for entry in HONEST] + [("wrong", *entry) for entry in WRONG]
     programs += [("hack", hack.name, hack.kind, hack.program) for hack in HACKS]
     pairs = [(name, *entry) for name in names for entry in programs if entry[2] in KINDS[name]]
@@ -110,7 +110,7 @@ def measure(folder: Path, names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def versions(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """What was measured: the version of a package, the commit of a repository."""
+    """The measured versions: of a package, or the commit of a repository."""
     found = {"Python": platform.python_version(), "Linux": platform.release()}
     python = str(folder / "venv" / "bin" / "python")
     for name in names:

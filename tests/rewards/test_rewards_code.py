@@ -14,10 +14,10 @@ import pytest
 from troll.errors import InputError
 from troll.rewards import judge
 from troll.rewards.code import CodeReward, code_of
-from troll.rewards.inside.values import decode, encode
 from troll.rewards.judge import CodeWorker, Job, Verdict
-from troll.rewards.problems import Expression, Statement, Stream, parse_test, read_problem, same
+from troll.rewards.problems import Expression, Statement, Stream, equal_values, parse_test, read_problem
 from troll.rewards.sandbox import Sandbox, SandboxError, isolations
+from troll.rewards.sandbox.inside import decode, encode
 from troll.rewards.workers.pool import PoolError, WorkerFailed
 
 SQUARE = "def f(x):\n    return x * x\n"
@@ -209,7 +209,7 @@ def test_code_that_tests_uses_its_own_helpers_and_not_those_of_the_program(worke
 
 
 def test_a_test_that_cannot_be_held_is_nobodys_fault(worker):
-    with pytest.raises(WorkerFailed, match="more than plain values"):
+    with pytest.raises(WorkerFailed, match="not plain values"):
         verdict(worker, "def f(g): return g(1)", ["assert f(lambda x: x) >= 1"])
 
 
@@ -243,14 +243,14 @@ def test_forged_answers_do_not_help(worker, program):
 
 def test_expected_values_never_enter_the_sandbox(monkeypatch):
     heard: list[str] = []
-    say = judge.Run.__init__
+    say = judge.SandboxRun.__init__
 
     def listening(self, *given) -> None:
         say(self, *given)
-        tell = self.lines.say
-        self.lines.say = lambda seconds, request: (heard.append(json.dumps(request)), tell(seconds, request))[1]
+        tell = self.lines.send
+        self.lines.send = lambda seconds, request: (heard.append(json.dumps(request)), tell(seconds, request))[1]
 
-    monkeypatch.setattr(judge.Run, "__init__", listening)
+    monkeypatch.setattr(judge.SandboxRun, "__init__", listening)
     worker = CodeWorker()
     assert verdict(worker, "def f(x): return 7777", ["assert f(1) == 7777", "assert f(2) == 8888"]).status == "wrong"
     assert any("f(1)" in line or "f(2)" in line for line in heard)
@@ -294,16 +294,16 @@ def test_functions_of_json_data(worker):
 @pytest.mark.parametrize(
     ("tests", "says"),
     [
-        ("no json", "no JSON"),
+        ("no json", "not JSON"),
         ([], "no tests"),
         (["assert f( == 1"], "'assert f\\( == 1'"),
         ([3], "the tests '3'"),
         (7, "a int"),
-        ({"inputs": ["1"]}, "no lists 'inputs' and 'outputs'"),
+        ({"inputs": ["1"]}, "'inputs' and 'outputs' are not lists"),
         ({"inputs": ["1"], "outputs": []}, "of the same length"),
         ({"inputs": [], "outputs": []}, "no tests"),
         ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "not lists of arguments"),
-        ({"inputs": [[1]], "outputs": [1], "fn_name": "f()"}, "no name in 'fn_name'"),
+        ({"inputs": [[1]], "outputs": [1], "fn_name": "f()"}, "'fn_name' is not a name"),
     ],
 )
 def test_problems_that_cannot_be_read_are_said(tests, says):
@@ -355,8 +355,8 @@ def test_expected_values_are_taken_out_of_tests(source, test):
         ("", None, False),
     ],
 )
-def test_same(given, right, equal):
-    assert same(given, right) is equal
+def test_equal_values(given, right, equal):
+    assert equal_values(given, right) is equal
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_same(given, right, equal):
      ("\n1\n2", False), ("1\n\n2", False), ("", False), (" 1\n2", False), ("1\n2.0", False)],
 )  # fmt: skip
 def test_what_is_printed_is_compared_line_by_line(printed, right):
-    assert Stream("", "1\n2").holds(printed) is right
+    assert Stream("", "1\n2").accepts(printed) is right
 
 
 VALUES = [
@@ -388,13 +388,13 @@ def test_subclasses_are_written_as_what_they_extend():
     Colour = IntEnum("Colour", "red green")
     given = [Counter("aab"), OrderedDict(a=1), Point(1, 2), Colour.green, frozenset({1})]
     assert decode(encode(given)) == [{"a": 2, "b": 1}, {"a": 1}, (1, 2), 2, {1}]
-    with pytest.raises(TypeError, match="object is no literal"):
+    with pytest.raises(TypeError, match="object is not a literal"):
         encode([object()])
 
 
 @pytest.mark.parametrize("value", [{"list": [1]}, {"tuple": [1], "set": []}, {"tuple": 1}, {}, {"complex": ["1", 2]}])
 def test_what_is_no_value_is_not_decoded(value):
-    with pytest.raises(ValueError, match="no encoded value"):
+    with pytest.raises(ValueError, match="not an encoded value"):
         decode(value)
 
 
@@ -460,8 +460,8 @@ def test_a_sandbox_that_dies_is_replaced_and_the_program_judged(monkeypatch):
     start = CodeWorker.start
     killed = itertools.count()
 
-    def dying(self, module):
-        run = start(self, module)
+    def dying(self, function):
+        run = start(self, function)
         if next(killed) == 2:
             worker_of.append(self)
             self._sandbox._process.kill()
@@ -480,10 +480,10 @@ def test_a_sandbox_that_always_fails_is_no_reward_and_ends_the_run(monkeypatch):
     monkeypatch.setattr("troll.rewards.workers.pool._PAUSE", 0.0)
     start = Sandbox.start
 
-    def sometimes(self, module, limits=None):
+    def sometimes(self, function, limits=None):
         if broken:
-            raise SandboxError("a disk that is full")
-        return start(self, module, limits)
+            raise SandboxError("the disk is full")
+        return start(self, function, limits)
 
     broken = False
     monkeypatch.setattr(Sandbox, "start", sometimes)
@@ -494,14 +494,14 @@ def test_a_sandbox_that_always_fails_is_no_reward_and_ends_the_run(monkeypatch):
     found = reward(completions=[SQUARE], tests=[TESTS], log_metric=lambda name, value: logged.update({name: value}))
     assert found == [None]  # not 0
     assert logged == {"code/infra_error": 1.0}
-    with pytest.raises(PoolError, match=r"a disk that is full.*troll doctor"):
+    with pytest.raises(PoolError, match=r"the disk is full.*troll doctor"):
         reward(completions=[SQUARE] * 30, tests=[TESTS] * 30)
     reward.close()
 
 
 def test_without_a_sandbox_the_first_program_says_so(monkeypatch):
     def none():
-        raise SandboxError("model-written code to run, and no sandbox for it", "apt install bubblewrap")
+        raise SandboxError("there is no working sandbox", "Run apt install bubblewrap")
 
     monkeypatch.setattr("troll.rewards.sandbox.sandbox.best", none)
     reward = CodeReward()

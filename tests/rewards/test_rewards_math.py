@@ -22,7 +22,7 @@ from troll.errors import InputError
 from troll.rewards import MathReward, math_reward
 from troll.rewards import checker as checker_module
 from troll.rewards.checker import Checker, CheckerError, Question, Reply
-from troll.rewards.verl import decided, math_score
+from troll.rewards.verl import math_score, require_reward
 from troll.rewards.workers import Pool, PoolError, WorkerFailed
 
 HANGS = "(((9^{9999})^{9999})^{999})^{999}"  # no cap sees it
@@ -102,7 +102,7 @@ def test_a_hanging_answer_is_wrong_and_the_next_one_is_judged():
 
 def test_memory_is_limited(reward):
     reward.score(["1+x"], ["x+1"])
-    (pid, *_) = [worker._conversation._process.pid for worker in reward._pool._idle if worker._conversation]
+    (pid, *_) = [worker._process._popen.pid for worker in reward._pool._idle if worker._process]
     limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
     assert [line.split()[3:5] for line in limits if "address space" in line] == [[str(1 << 30)] * 2]
 
@@ -149,10 +149,10 @@ def test_asyncio():
 def test_a_killed_process_costs_no_answer(reward):
     for _ in range(2):
         reward.score(["1+x"] * 4, ["x+1"] * 4)
-        running = [worker for worker in reward._pool._idle if worker._conversation is not None]
+        running = [worker for worker in reward._pool._idle if worker._process is not None]
         assert running
         for worker in running:
-            os.kill(worker._conversation._process.pid, signal.SIGKILL)
+            os.kill(worker._process._popen.pid, signal.SIGKILL)
         assert reward.score(["1+x", "2+x", "x+x"], ["x+1", "x+1", "2x"]) == [1.0, 0.0, 1.0]
 
 
@@ -163,9 +163,9 @@ if os.path.exists(STOP):
 print('"ready"', flush=True)
 for line in sys.stdin:
     question = json.loads(line)
-    if question["asked"]["do"] == "die":
+    if question["arguments"]["do"] == "die":
         os._exit(1)
-    if question["asked"]["do"] == "die for good":
+    if question["arguments"]["do"] == "die for good":
         open(STOP, "w").close()
         os._exit(1)
     print(json.dumps({"token": question["token"], "reply": os.getpid()}), flush=True)
@@ -213,7 +213,7 @@ def test_rewards_are_masked_and_then_the_run_ends(tmp_path, monkeypatch):
     assert reward._pool.map([ask("die for good")]) == [None]
     assert stop.exists()
     assert reward.score(["x+1", "5", "6"], ["1+x", "5", "5"]) == [None, 1.0, 0.0]  # masked, and what is certain
-    with pytest.raises(PoolError, match=r"jobs of the math pool without a result .*did not start"):
+    with pytest.raises(PoolError, match=r"jobs of the math pool have no result .*did not start"):
         reward.score(["x+1"] * 30, ["1+x"] * 30)
 
 
@@ -228,13 +228,13 @@ def test_a_worker_that_never_started_is_an_error_at_once(tmp_path):
 
 def test_without_math_verify_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(InputError, match=r"without math-verify.*troll-rl\[rewards\]"):
+    with pytest.raises(InputError, match=r"needs math-verify.*troll-rl\[rewards\]"):
         MathReward(size=1).score(["x+1"], ["1+x"])
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 61, float("nan")])
 def test_deadlines_that_make_no_sense_are_refused(seconds):
-    with pytest.raises(InputError, match="seconds="):
+    with pytest.raises(InputError, match="seconds must be above 0"):
         MathReward(seconds=seconds)
 
 
@@ -309,7 +309,7 @@ import os, threading, time
 from troll.rewards import MathReward
 reward = MathReward(size=1, seconds=2.0)
 reward.score(["x+1"], ["1+x"])
-print(reward._pool._idle[0]._conversation._process.pid, flush=True)
+print(reward._pool._idle[0]._process._popen.pid, flush=True)
 threading.Timer(0.5, os._exit, (0,)).start()
 reward.score([{HANGS!r}], ["x"])
 """
@@ -333,4 +333,4 @@ def test_verl():
         "data_source", "solution_str", "ground_truth", "extra_info",
     ]  # fmt: skip
     with pytest.raises(PoolError, match="no math reward"):
-        decided(None, "math")
+        require_reward(None, "math")

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from math_cases import CASES
 
-from troll.rewards.answers import Group, Leaf, boxed, certain, expression, final_number, read, same
-from troll.rewards.exact import fraction, number
-from troll.rewards.latex import inside, split, tidy
+from troll.rewards.answers import Group, Leaf, boxed, compare_leaves, equal_trees, expression, final_number, parse
+from troll.rewards.latex import fraction, number, split, strip_brackets, tidy
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_fractions_are_exact(value):
     sign, above = "-" if value < 0 else "", abs(value.numerator)
     for text in (f"{value.numerator}/{value.denominator}", f"{sign}\\frac{{{above}}}{{{value.denominator}}}"):
         assert fraction(text) == value
-        tree = read(text)
+        tree = parse(text)
         assert isinstance(tree, Leaf)
         assert tree.value == value
 
@@ -131,29 +130,29 @@ def test_brackets():
     assert split("a,(b,c),\\{d,e\\}", ",") == ["a", "(b,c)", "\\{d,e\\}"]
     assert split("(a,b", ",") == ["(a,b"]
     assert split("a),(b", ",") == ["a),(b"]
-    assert inside("(a,b]") == ("(", "a,b", "]")
-    assert inside("(a)(b)") is None
-    assert inside("(a") is None
+    assert strip_brackets("(a,b]") == ("(", "a,b", "]")
+    assert strip_brackets("(a)(b)") is None
+    assert strip_brackets("(a") is None
 
 
 def test_trees():
-    half_open = read("(1,2]")
+    half_open = parse("(1,2]")
     assert isinstance(half_open, Group)
     assert (half_open.ends, [leaf.text for leaf in half_open.parts]) == ("(]", ["1", "2"])
-    assert read("x \\in (1,2]") == Group("(]", half_open.parts, "x")
-    assert read("1 < x \\le 2") == read("2 \\ge x > 1") == Group("(]", half_open.parts, "x")
-    assert read("\\{1, 2\\}") == read("1 \\text{ and } 2") == Group("{}", half_open.parts)
-    assert read("5\\text{ cm}") == Leaf("5", Fraction(5), "cm")
+    assert parse("x \\in (1,2]") == Group("(]", half_open.parts, "x")
+    assert parse("1 < x \\le 2") == parse("2 \\ge x > 1") == Group("(]", half_open.parts, "x")
+    assert parse("\\{1, 2\\}") == parse("1 \\text{ and } 2") == Group("{}", half_open.parts)
+    assert parse("5\\text{ cm}") == Leaf("5", Fraction(5), "cm")
     for nothing in ("", "  ", "x" * 301, "x\x07", "{" * 20 + "}" * 20):
-        assert read(nothing) is None
+        assert parse(nothing) is None
 
 
 @pytest.mark.parametrize("bomb", [case.answer for case in CASES if case.why == "bomb"])
 def test_bombs_are_seen_before_any_process_has_them(bomb):
-    gold, answer = read("x"), read(bomb)
+    gold, answer = parse("x"), parse(bomb)
     assert isinstance(gold, Leaf)
     assert isinstance(answer, Leaf)
-    assert certain(gold, answer) is False
+    assert compare_leaves(gold, answer) is False
 
 
 def test_answers_for_majority_votes_are_alike_where_they_are_equal():
@@ -171,6 +170,6 @@ def test_answers_for_majority_votes_are_alike_where_they_are_equal():
 
 @given(st.text(alphabet=string.printable + "\\\\{}()[]^_,;=<>&πé\ud800", max_size=60))
 def test_any_text_is_read_and_equals_itself(text):
-    tree = read(text)
+    tree = parse(text)
     if tree is not None:
-        assert same(tree, tree, lambda gold, answer: certain(gold, answer) is True)
+        assert equal_trees(tree, tree, lambda gold, answer: compare_leaves(gold, answer) is True)

@@ -1,4 +1,4 @@
-"""Rewards as plain functions, for TRL, verl, or anything else.
+"""Rewards for programs and mathematical answers, as plain functions for TRL, verl or any other trainer.
 
 trainer = GRPOTrainer(model, reward_funcs=[code_reward], train_dataset=problems_with_tests)
 """

@@ -1,23 +1,23 @@
-r"""What a completion answers, and what is certain about it without any algebra.
+r"""The answer in a completion, and its comparison with the right one as far as no algebra is needed.
 
-An answer is read as a tree: lists, sets, tuples, intervals, unions and matrices are taken apart as text, down to leaves
-that are numbers, words or expressions. Two numbers are compared as exact fractions, so ``0.333`` is not ``1/3``; two
-words as text. What is left is a list of pairs of expressions, for ``troll.rewards.checker``.
+An answer is parsed into a tree: lists, sets, tuples, intervals, unions and matrices are split as text into leaves,
+which are numbers, words or expressions. Numbers are compared as exact fractions, so ``0.333`` is not ``1/3``; words
+as text. The remaining pairs of expressions are compared by ``troll.rewards.checker``.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
-from troll.rewards.exact import fraction, number
-from troll.rewards.latex import inside, split, tidy
+from troll.rewards.latex import fraction, number, split, strip_brackets, tidy
 
-LONGEST = 300  # characters of an answer; a longer one is wrong
-_DEEPEST, _MOST = 12, 40  # braces in braces; parts of a list
+MAX_LENGTH = 300  # characters of an answer; a longer one is wrong
+_MAX_DEPTH, _MAX_PARTS = 12, 40  # nesting of brackets; parts of a list
 _UNIT = re.compile(
     r"(?P<value>.+?) ?(?:\\text\{(?P<text>[^{}]*)\}(?P<power>\^\{?\d\}?)?|(?P<percent>\\?%)|(?P<degree>\^\{?\\circ\}?)"
     r"|(?<=[0-9}.]) ?(?P<word>[cmk]m|inch(es)?|f(oo|ee)?t|miles?|meters?|(square ?)?units?|dollars?|cents?|degrees?"
@@ -28,7 +28,7 @@ _NAME = r"(?:\\?[a-zA-Z]+'*(?:_\{?\w+\}?)?|\\text\{[^{}]*\})(?: ?\([\w ,]*\)| [a
 _NAMED = re.compile(rf"({_NAME})(?:=|\\in(?![a-zA-Z]))(.+)", re.DOTALL)
 _ORDER = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 _RELATION = re.compile(r"=|<|>|\\(le|ge|ne|equiv|in|approx)(?![a-zA-Z])")
-_LEFT_TO_DO = re.compile(
+_UNEVALUATED = re.compile(
     r"\\(sum|prod|int|iint|oint|lim|limsup|liminf|max|min|sup|inf|gcd|lcm|det|deg|mod|bmod|pmod|operatorname|partial)"
     r"(?![a-zA-Z])|\\frac\{d\}|(?<![a-z])(gcd|lcm|max|min|mod|lim|sum)(?![a-z])"
 )
@@ -36,7 +36,7 @@ _ONLY_AS_TEXT = re.compile(
     r"\\[lc]?dots|\.\.\.|:|(?<![_^\d])\d+ \d|\d_\{?\d|(?<![\^_])\d\{|\\(sim|cong|parallel|perp)(?![a-z])"
 )
 _BOMB = re.compile(
-    r"\^\{?[\d.]*\^|\^\{[^{}a-z]*\^|\^\{?[\d.,]{5,}|\d{5,}\}?\)?!|[)!}]!|\{\d{5,}\}\{|\d{60,}"  # as towers of powers
+    r"\^\{?[\d.]*\^|\^\{[^{}a-z]*\^|\^\{?[\d.,]{5,}|\d{5,}\}?\)?!|[)!}]!|\{\d{5,}\}\{|\d{60,}"  # e.g. towers of powers
 )
 _UNKNOWN = re.compile(r"(?<![a-zA-Z\\])[a-df-hj-zA-Z](?![a-zA-Z])|(?<![a-zA-Z\\])[a-zA-Z]{2,}")
 _LOOSE = re.compile(r"\b(or|and|not|if|maybe|either)\b|(?<!\^)\d", re.IGNORECASE)
@@ -48,7 +48,7 @@ _MEASURE = re.compile(
 
 @dataclass(frozen=True)
 class Leaf:
-    """A number, words in quotation marks, or an expression; with what it is the value of, and its unit."""
+    """A number, words in quotation marks, or an expression, with the variable it is the value of and its unit."""
 
     text: str
     value: Fraction | None = None
@@ -57,13 +57,13 @@ class Leaf:
 
     @property
     def relation(self) -> str:
-        """All of it."""
+        """The expression, as an equation if the variable is named."""
         return f"{self.name}={self.text}" if self.name else self.text
 
 
 @dataclass(frozen=True)
 class Group:
-    """Several answers between these ends: ``{}`` in any order, ``()`` and ``[)`` in theirs, rows of a matrix."""
+    """Several answers between brackets: ``{}`` is unordered; ``()``, ``[)`` and rows of a matrix are ordered."""
 
     ends: str
     parts: tuple[Leaf | Group, ...]
@@ -74,8 +74,16 @@ Answer = Leaf | Group
 Pair = tuple[str, str]
 
 
+def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a completion, plain or chat, as TRL passes it to a reward."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1]["content"] if completion else ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
 def boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}`` with its braces in balance; None if there is none.
+    r"""The content of the last ``\boxed{…}``; None if there is none, or its braces are not balanced.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -85,7 +93,7 @@ def boxed(text: str) -> str | None:
         return None
     first = text.index("{", start)
     depth = 0
-    for i in range(first, min(len(text), first + 4 * LONGEST)):
+    for i in range(first, min(len(text), first + 4 * MAX_LENGTH)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
             return text[first + 1 : i].strip() or None
@@ -93,37 +101,37 @@ def boxed(text: str) -> str | None:
 
 
 def final_number(text: str) -> str | None:
-    """The number after the last ``####``, else in the last box."""
+    """The number after the last ``####``, else the one in the last box."""
     _, mark, after = text.rpartition("####")
     line = after.strip().split("\n", 1)[0] if mark else boxed(text) or ""
     return number(line)
 
 
 def expression(text: str) -> str | None:
-    """The answer in the last box, in one way of writing where that is cheap. For majority votes."""
-    found = boxed(text)
-    tree = None if found is None else read(found)
-    return None if tree is None else _written(tree)
+    """The answer in the last box, in canonical form as far as that is cheap. For majority votes."""
+    content = boxed(text)
+    tree = None if content is None else parse(content)
+    return None if tree is None else _format(tree)
 
 
-def _written(tree: Answer) -> str:
+def _format(tree: Answer) -> str:
     if isinstance(tree, Leaf):
         return tree.text + (f" {tree.unit}" if tree.unit == "%" else "")
-    parts = [_written(part) for part in tree.parts]
+    parts = [_format(part) for part in tree.parts]
     return f"{tree.ends[0]}{', '.join(sorted(parts) if tree.ends == '{}' else parts)}{tree.ends[-1]}"
 
 
 @functools.lru_cache(maxsize=16384)
-def read(answer: str) -> Answer | None:
-    """An answer as a tree; None for what is empty, too long or too deep to be one, or has control characters."""
-    if len(answer) > LONGEST or any(not c.isprintable() and not c.isspace() for c in answer):
+def parse(answer: str) -> Answer | None:
+    """An answer as a tree; None if it is empty, too long, nested too deeply, or has control characters."""
+    if len(answer) > MAX_LENGTH or any(not c.isprintable() and not c.isspace() for c in answer):
         return None
     text = tidy(answer)
     depth = deepest = 0
     for character in text:
         depth += {"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}.get(character, 0)
         deepest = max(deepest, depth)
-    return None if not text or deepest > _DEEPEST else _tree(text)
+    return None if not text or deepest > _MAX_DEPTH else _tree(text)
 
 
 def _tree(text: str) -> Answer:
@@ -135,7 +143,7 @@ def _tree(text: str) -> Answer:
         named = re.fullmatch(_NAME, parts[0])
         return replace(_tree(parts[1]), name=parts[0]) if named else _tree(parts[0])
     for parts in (split(text, ",;"), split(text, "\\cup")):
-        if 1 < len(parts) <= _MOST and all(parts):
+        if 1 < len(parts) <= _MAX_PARTS and all(parts):
             return Group("{}", tuple(map(_tree, parts)))
     if interval := _interval(text):
         return interval
@@ -143,15 +151,15 @@ def _tree(text: str) -> Answer:
         return Group("{}", ())
     if text.count("\\pm") == 1 and "\\mp" not in text:
         return Group("{}", tuple(_leaf(text.replace("\\pm", sign)) for sign in "+-"))
-    if found := inside(text):
+    if found := strip_brackets(text):
         opened, middle, closed = found
         if opened.startswith("\\begin"):
             rows = [tuple(map(_tree, split(row, "&"))) for row in split(middle.removesuffix("\\\\"), "\\\\")]
             return Group(opened, tuple(Group("row", row) for row in rows))
         parts = split(middle, ",;")
-        if opened == "\\{" and len(parts) <= _MOST and all(parts):
+        if opened == "\\{" and len(parts) <= _MAX_PARTS and all(parts):
             return _tree(parts[0]) if len(parts) == 1 else Group("{}", tuple(map(_tree, parts)))
-        if 1 < len(parts) <= _MOST and all(parts):
+        if 1 < len(parts) <= _MAX_PARTS and all(parts):
             return Group(opened + closed, tuple(map(_tree, parts)))
         if opened + closed == "()" and len(parts) == 1 and len(middle) > 1:
             return _tree(middle)
@@ -159,10 +167,10 @@ def _tree(text: str) -> Answer:
 
 
 def _interval(text: str) -> Group | None:
-    """Such as ``1 < x ≤ 2``: an unknown between two ends, or on one side of one."""
+    """An interval written as inequalities, such as ``1 < x ≤ 2`` or ``x > 1``."""
     parts = [part.strip() for part in _ORDER.split(text)]
     if len(parts) == 3 and re.fullmatch(_NAME, parts[2]):
-        parts = [parts[2], _FLIPPED[parts[1]], parts[0]]  # the unknown first
+        parts = [parts[2], _FLIPPED[parts[1]], parts[0]]  # the variable first
     if len(parts) == 3 and re.fullmatch(_NAME, parts[0]):
         name, sign, end = parts
         low, high = ("-\\infty", end) if sign in ("<", "\\le") else (end, "\\infty")
@@ -199,8 +207,8 @@ def _leaf(text: str) -> Leaf:
     return Leaf(text if value is None else str(value), value, unit)
 
 
-def same(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]) -> bool:
-    """Whether two trees are equal where ``leaf`` says it of two leaves. It is asked for every two that could be."""
+def equal_trees(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]) -> bool:
+    """Whether two trees are equal, where ``leaf`` compares two leaves. It is called for every pair that could match."""
     if gold.name and answer.name and gold.name != answer.name and not _relations(gold, answer):
         return False
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
@@ -210,23 +218,23 @@ def same(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]) -> bo
     if gold.ends != answer.ends or len(gold.parts) != len(answer.parts):
         return False
     if gold.ends != "{}":
-        return all(same(g, a, leaf) for g, a in zip(gold.parts, answer.parts, strict=True))
-    table = [[same(g, a, leaf) for a in answer.parts] for g in gold.parts]
+        return all(equal_trees(g, a, leaf) for g, a in zip(gold.parts, answer.parts, strict=True))
+    table = [[equal_trees(g, a, leaf) for a in answer.parts] for g in gold.parts]
     return all(map(any, table)) and all(map(any, zip(*table, strict=True)))
 
 
 def _relations(gold: Answer, answer: Answer) -> bool:
-    """Whether one of them is a relation between expressions, which has to be compared as a whole."""
+    """Whether one of them is an equation or inequality, which is compared as a whole."""
     return any(isinstance(tree, Leaf) and _RELATION.search(tree.text) is not None for tree in (gold, answer))
 
 
-def certain(gold: Leaf, answer: Leaf) -> bool | Pair:
-    """Whether two leaves are equal, or the two expressions that decide it."""
+def compare_leaves(gold: Leaf, answer: Leaf) -> bool | Pair:
+    """Whether two leaves are equal; if only algebra can decide it, the two expressions to compare."""
     if _relations(gold, answer):
         if gold.relation == answer.relation:
             return True
         pair = (gold.relation, answer.relation)
-        solved = gold.name and not _UNKNOWN.search(gold.text)  # then an equation still to solve is no answer
+        solved = gold.name and not _UNKNOWN.search(gold.text)  # then an equation that is not solved is wrong
         return pair if all(map(_RELATION.search, pair)) and not solved and not _BOMB.search(answer.text) else False
     if gold.text.startswith('"') or answer.text.startswith('"'):
         words = answer.text.strip('"').replace(" ", "").casefold()
@@ -234,13 +242,13 @@ def certain(gold: Leaf, answer: Leaf) -> bool | Pair:
     if "%" in (gold.unit, answer.unit) and gold.unit != answer.unit and gold.value is not None:
         return answer.value in (gold.value, gold.value / 100 if gold.unit else gold.value * 100)
     if answer.unit and answer.unit.replace(" ", "") != gold.unit.replace(" ", ""):
-        measures = _MEASURE.search(gold.unit) and _MEASURE.search(answer.unit)  # not so 3 dogs and 3 animals
+        measures = _MEASURE.search(gold.unit) and _MEASURE.search(answer.unit)  # 3 dogs and 3 animals are not measures
         if measures or (_LOOSE.search(answer.unit) and answer.unit != "base 10"):
             return False
     if gold.text == answer.text:
         return True
     if gold.value is not None or _ONLY_AS_TEXT.search(gold.text) or _ONLY_AS_TEXT.search(answer.text):
-        return False  # arithmetic that is left to do is no answer where the right one is a number
-    if _BOMB.search(answer.text) or (_LEFT_TO_DO.search(answer.text) and not _LEFT_TO_DO.search(gold.text)):
+        return False  # where the right answer is a number, unevaluated arithmetic is wrong
+    if _BOMB.search(answer.text) or (_UNEVALUATED.search(answer.text) and not _UNEVALUATED.search(gold.text)):
         return False
     return gold.text, answer.text

@@ -1,4 +1,4 @@
-"""The reward of a program, as a plain reward function for TRL: whether it passes its tests, in a sandbox."""
+"""The code reward, a plain reward function for TRL: whether a program passes its tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from troll.rewards.answers import text_of
 from troll.rewards.judge import SECONDS, CodeWorker, Job, Verdict
 from troll.rewards.problems import Problem, read_problem
 from troll.rewards.sandbox import Isolation
-from troll.rewards.text import text_of
 from troll.rewards.workers.pool import Pool
 
 
 def code_of(text: str) -> str | None:
-    """The program in a completion: its last block in backquotes, or else all of it; None if it is empty."""
+    """The program in a completion: its last fenced block, or the whole text; None if it is empty."""
     blocks = re.findall(r"```(?:[a-zA-Z0-9+]*)\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
     return (blocks[-1] if blocks else text).strip("\n") or None
 
 
 class CodeReward:
-    """1 for a program that passes all its cases, else 0; None where the sandbox failed, so that TRL leaves it out.
+    """1 for a program that passes all its cases, else 0; None, which TRL masks, if the sandbox failed.
 
-    The columns ``tests`` and, if there are any, ``setup`` and ``prepare`` are as ``read_problem`` takes them.
+    The columns ``tests`` and, optionally, ``setup`` and ``prepare`` are the arguments of ``read_problem``.
 
     Args:
-        partial: the share of the cases that pass, instead of all or nothing.
-        seconds: on the clock, for a program and all its cases.
-        size: programs that run at the same time; as many as there are cores if not given.
-        isolation: the walls of the sandbox; the best there are if not given.
+        partial: the reward is the share of cases that pass.
+        seconds: wall time for a program and all its cases.
+        size: number of programs that run at the same time; default one per core.
+        isolation: of the sandbox; default the best one that works here.
     """
 
     __name__ = "passes_tests"
@@ -55,8 +55,8 @@ class CodeReward:
         **_: Any,
     ) -> list[float | None]:
         """One reward per completion."""
-        nothing: list[str | None] = [None] * len(completions)
-        columns = zip(tests, setup or nothing, prepare or nothing, strict=True)
+        empty: list[str | None] = [None] * len(completions)
+        columns = zip(tests, setup or empty, prepare or empty, strict=True)
         problems = [read_problem(*row) for row in columns]
         verdicts = self.verdicts([code_of(text_of(completion)) for completion in completions], problems)
         if log_metric is not None:
@@ -65,13 +65,13 @@ class CodeReward:
         return [self._reward(verdict) for verdict in verdicts]
 
     def verdicts(self, programs: Sequence[str | None], problems: Sequence[Problem]) -> list[Verdict]:
-        """What becomes of each program; None for a program is one that was not written, and wrong."""
+        """The verdict on each program; None stands for a completion without a program, which is wrong."""
         written = [i for i, program in enumerate(programs) if program is not None]
-        found = [Verdict("wrong", 0, len(problem.cases)) for problem in problems]
+        verdicts = [Verdict("wrong", 0, len(problem.cases)) for problem in problems]
         jobs = (Job(programs[i] or "", problems[i], self.seconds, self.partial) for i in written)
         for i, verdict in zip(written, self._pool.map(jobs), strict=True):
-            found[i] = verdict or Verdict("infra_error", 0, len(problems[i].cases))
-        return found
+            verdicts[i] = verdict or Verdict("infra_error", 0, len(problems[i].cases))
+        return verdicts
 
     def _reward(self, verdict: Verdict) -> float | None:
         if verdict.status == "infra_error":
@@ -79,13 +79,13 @@ class CodeReward:
         return verdict.passed / verdict.cases if self.partial else float(verdict.status == "pass")
 
     def close(self) -> None:
-        """End the sandboxes; they end with the program anyway."""
+        """End the sandboxes. They also end with the interpreter."""
         self._pool.close()
 
 
-_shared = CodeReward()  # it has no sandbox before it is asked
+_shared = CodeReward()  # starts no sandbox before its first use
 
 
 def code_reward(completions: Sequence[Any], tests: Sequence[Any], **columns: Any) -> list[float | None]:
-    """TRL's reward function, ``CodeReward`` as it is by default: 1.0 for a program that passes its tests, else 0.0."""
+    """TRL's reward function, ``CodeReward`` with its defaults: 1.0 for a program that passes its tests, else 0.0."""
     return _shared(completions, tests, **columns)

@@ -1,8 +1,9 @@
-"""LaTeX as text: one way of writing for what only looks different, and where its parts begin and end."""
+"""LaTeX as text: a normal form, splitting at separators and brackets, and exact values of numbers."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _SYMBOLS = str.maketrans(
     {
@@ -12,7 +13,7 @@ _SYMBOLS = str.maketrans(
         "\u00a0": " ", "\u202f": " ", "\u2009": " ", "~": " ",
     }
 )  # fmt: skip
-_NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # braces within braces within braces
+_NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # up to three levels of braces
 _ONE = r"[0-9a-zA-Z]|\\(?!(?:sqrt|frac|text)(?![a-zA-Z]))[a-zA-Z]+"  # a command's argument without braces
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -54,16 +55,23 @@ _REWRITES = [
         (r"(?<![\d^_.])(\d+(?:\.\d+)?)\s*(?=\()", r"\1\\cdot"),
         (r"\)\s*(?=\(|\\frac(?![a-zA-Z]))", r")\\cdot"),
         (r"(\\frac\{[^{}]*\}\{[^{}]*\}|\d\.\d+)\s*(?=\\frac(?![a-zA-Z])|\()", r"\1\\cdot"),
-        (r",(?=\s)", ";"),  # so that 10, 200 is not 10,200
+        (r",(?=\s)", ";"),  # 10, 200 is not 10,200
     )
 ]
 _SPACE = re.compile(r"(?<=[a-zA-Z0-9]) (?=[a-zA-Z0-9])|(\\text\{[^{}]*\})| ")
 _TOKEN = re.compile(r"\\begin\{\w+\}|\\end\{\w+\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _OPEN, _CLOSE = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
+_DOLLAR = r"\\?\$?"
+_NUMBER = re.compile(
+    rf"{_DOLLAR}\s*([-+]?)\s*{_DOLLAR}([0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]{{1,40}})?(\.[0-9]{{0,40}})?\s*{_DOLLAR}\.?"
+)
+_MIXED = re.compile(r"(-?)(\d{1,40}) ?(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(?<= )(\d{1,40})/(\d{1,40}))", re.ASCII)
+_QUOTIENT = re.compile(r"(-?)(?:\\frac\{([^{}]*)\}\{([^{}]*)\}|([^{}/]*)/([^{}/]*))")
+_POWER_OF_TEN = re.compile(r"(.*?)(?:\\times|\\cdot|\*)?10\^(?:\{([-+]?\d{1,3})\}|(\d))", re.ASCII)
 
 
 def tidy(text: str) -> str:
-    """The same without what changes only its looks.
+    """The text without markup that changes only its appearance.
 
     >>> tidy(r"$\\dfrac 12 \\left[ x, 1 \\right].$")
     '\\\\frac{1}{2}[x;1]'
@@ -72,7 +80,7 @@ def tidy(text: str) -> str:
     for first, last in (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")):
         if len(text) > len(first + last) and text.startswith(first) and text.endswith(last):
             text = text[len(first) : -len(last)].strip()
-    for _ in range(3):  # what stands in braces has its turn after them
+    for _ in range(3):  # content of braces is rewritten after the braces
         before = text
         for pattern, replacement in _REWRITES:
             text = pattern.sub(replacement, text)
@@ -84,7 +92,7 @@ def tidy(text: str) -> str:
 
 
 def _apart(text: str, space: int) -> bool:
-    """Whether a space stands where its loss would change the meaning: ``1 1/2``, ``\\pi r``."""
+    """Whether removing this space would change the meaning: ``1 1/2``, ``\\pi r``."""
     if not 0 < space < len(text) - 1:
         return False
     before, after = text[space - 1], text[space + 1]
@@ -92,10 +100,10 @@ def _apart(text: str, space: int) -> bool:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """The parts of a text between separators that stand outside of all brackets; unbalanced brackets: one part.
+    """The parts of a text between separators outside of all brackets; one part if brackets are not balanced.
 
     Args:
-        text: tidy.
+        text: in the normal form of ``tidy``.
         separators: characters, or one command such as ``\\\\cup``.
     """
     parts, depth = [""], 0
@@ -110,12 +118,49 @@ def split(text: str, separators: str) -> list[str]:
     return [text] if depth else [part.strip() for part in parts]
 
 
-def inside(text: str) -> tuple[str, str, str] | None:
-    """The opening bracket, the middle and the closing one, if one pair of brackets holds all of a text."""
+def strip_brackets(text: str) -> tuple[str, str, str] | None:
+    """The opening bracket, the content and the closing bracket, if one pair of brackets encloses the whole text."""
     tokens, depth = _TOKEN.findall(text), 0
     for i, token in enumerate(tokens):
         depth += (token in _OPEN or token.startswith("\\begin")) - (token in _CLOSE or token.startswith("\\end"))
         if depth <= 0:
             whole = i == len(tokens) - 1 > 0 and depth == 0
             return (tokens[0], "".join(tokens[1:-1]).strip(), token) if whole else None
+    return None
+
+
+def number(text: str) -> str | None:
+    """The canonical form of a number; None if the text is not a plain number.
+
+    >>> number("$1,200.00"), number("-0"), number("2/3")
+    ('1200', '0', None)
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or not (match[2] or (match[3] and match[3] != ".")):
+        return None
+    whole = (match[2] or "").replace(",", "").lstrip("0") or "0"
+    digits = f"{whole}{match[3] or '.'}".rstrip("0").rstrip(".") if match[3] else whole
+    return f"-{digits}" if match[1] == "-" and digits != "0" else digits
+
+
+def fraction(text: str) -> Fraction | None:
+    r"""The exact value of a number, a fraction of two, a mixed number, or a number times a power of ten.
+
+    >>> fraction("-0.50"), fraction(r"1\frac{1}{2}"), fraction(r"3\times10^{2}"), fraction(r"\sqrt{4}")
+    (Fraction(-1, 2), Fraction(3, 2), Fraction(300, 1), None)
+    """
+    plain = number(text)
+    if plain is not None:
+        return Fraction(plain)
+    if match := _MIXED.fullmatch(text):
+        whole, above, below = int(match[2]), int(match[3] or match[5]), int(match[4] or match[6])
+        return (-1 if match[1] else 1) * (whole + Fraction(above, below)) if below else None
+    if match := _QUOTIENT.fullmatch(text):
+        over, under = number(match[2] or match[4] or ""), number(match[3] or match[5] or "")
+        if over is None or under is None or under == "0":
+            return None
+        return (-1 if match[1] else 1) * Fraction(over) / Fraction(under)
+    if match := _POWER_OF_TEN.fullmatch(text):
+        factor = number(match[1]) if match[1] not in ("", "-") else f"{match[1]}1"
+        return None if factor is None else Fraction(factor) * Fraction(10) ** int(match[2] or match[3])
     return None

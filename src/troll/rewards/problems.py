@@ -1,6 +1,6 @@
-"""Programming problems: what a program must do, and whether what it did is that.
+"""Programming problems: test cases and the comparison of results with expected values.
 
-A problem is a list of cases. What they expect stays out of the sandbox: of ``assert f(3) == 9`` only ``f(3)`` goes in.
+Expected values stay outside the sandbox: of ``assert f(3) == 9`` only ``f(3)`` is sent in.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from troll.errors import InputError
 
 @dataclass(frozen=True)
 class Expression:
-    """This expression must have this value.
+    """An expression that must have this value.
 
     Attributes:
-        json: the value was JSON, which has no tuples, and where some data sets put it into a list of one.
+        json: the value comes from JSON, which has no tuples; some data sets also wrap it into a list of one.
     """
 
     source: str
     value: Any
     json: bool = False
 
-    def holds(self, given: Any) -> bool:
-        """Whether the value is the right one."""
+    def accepts(self, given: Any) -> bool:
+        """Whether the value is correct."""
         if not self.json:
-            return same(given, self.value)
+            return equal_values(given, self.value)
         given, wrapped = _as_json(given), isinstance(self.value, list) and len(self.value) == 1
-        return same(given, self.value) or (wrapped and same(given, self.value[0]))
+        return equal_values(given, self.value) or (wrapped and equal_values(given, self.value[0]))
 
 
 @dataclass(frozen=True)
 class Statement:
-    """This code must run to its end. It runs apart from the program, whose functions it calls."""
+    """Test code that must run to its end. It runs in another process than the program whose functions it calls."""
 
     source: str
 
     @property
     def names(self) -> list[str]:
-        """Those that are not Python's: what neither the setup nor the code itself defines is the program's."""
+        """Names in the test that are not builtins. Those that neither it nor the setup defines are the program's."""
         names = {node.id for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Name)}
         return sorted(name for name in names - self.modules if not hasattr(builtins, name))
 
     @property
     def modules(self) -> set[str]:
-        """Of the standard library, as ``math`` in ``math.isclose``; often it is the program that imports them."""
+        """Modules of the standard library that the test uses, such as ``math``; often only the program imports them."""
         used = (node.value for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Attribute))
         return {node.id for node in used if isinstance(node, ast.Name)} & sys.stdlib_module_names
 
 
 @dataclass(frozen=True)
 class Stream:
-    """For this standard input, the program must print this."""
+    """A standard input and the output that the program must print for it."""
 
     given: str
     printed: str
 
-    def holds(self, printed: str) -> bool:
-        """Whether it is the same text, but for white space at the ends of lines and of the text."""
+    def accepts(self, printed: str) -> bool:
+        """Whether the text is the same, except for white space at the ends of lines and of the text."""
         return _lines(printed) == _lines(self.printed)
 
 
@@ -73,12 +73,12 @@ Case = Expression | Statement | Stream
 
 @dataclass(frozen=True)
 class Problem:
-    """What a program must do.
+    """A programming problem.
 
     Attributes:
-        cases: all of them functions, or all of them streams.
-        setup: code that runs before the program, and before code that tests it.
-        prepare: code that runs after the program and before the cases, and uses what it defines.
+        cases: either all about functions, or all about standard input and output.
+        setup: code that runs before the program, and before test code.
+        prepare: code that runs after the program and before the cases, with access to the program's definitions.
     """
 
     cases: tuple[Case, ...]
@@ -87,7 +87,7 @@ class Problem:
 
 
 def read_problem(tests: Any, setup: str | None = None, prepare: str | None = None) -> Problem:
-    """A problem in one of the forms in which data sets have them.
+    """A problem in one of the formats of common data sets.
 
     Args:
         tests: a list of Python code, mostly one assert each; or ``{"inputs": [...], "outputs": [...]}`` for programs
@@ -103,7 +103,7 @@ def _read(text: str, setup: str, prepare: str) -> Problem:
     try:
         tests = json.loads(text)
     except ValueError as error:
-        raise _unreadable(text, f"no JSON: {error}") from error
+        raise _unreadable(text, f"not JSON: {error}") from error
     if isinstance(tests, dict):
         cases = _pairs(tests)
     elif isinstance(tests, list):
@@ -135,16 +135,16 @@ def parse_test(source: str) -> Expression | Statement:
     return Statement(source)
 
 
-def same(given: Any, right: Any) -> bool:
-    """Whether two values made of Python's literals are equal, type by type. Integers and floats are both numbers.
+def equal_values(given: Any, right: Any) -> bool:
+    """Whether two Python literals are equal in value and type, where integers and floats are both numbers.
 
-    >>> same([1, 2.0], [1, 2]), same(1, True), same((1,), [1])
+    >>> equal_values([1, 2.0], [1, 2]), equal_values(1, True), equal_values((1,), [1])
     (True, False, False)
     """
     if isinstance(given, list | tuple) and type(given) is type(right) and len(given) == len(right):
-        return all(map(same, given, right))
+        return all(map(equal_values, given, right))
     if isinstance(given, dict) and isinstance(right, dict):
-        return given.keys() == right.keys() and all(same(given[key], right[key]) for key in right)
+        return given.keys() == right.keys() and all(equal_values(given[key], right[key]) for key in right)
     return bool(given == right) and isinstance(given, bool) == isinstance(right, bool)
 
 
@@ -165,20 +165,20 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _pairs(tests: Mapping[str, Any]) -> list[Case]:
-    """Cases from inputs and outputs."""
+    """The cases of a dict with inputs and outputs."""
     inputs, outputs, function = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
-        raise _unreadable(tests, "no lists 'inputs' and 'outputs' of the same length")
+        raise _unreadable(tests, "'inputs' and 'outputs' are not lists of the same length")
     pairs = list(zip(inputs, outputs, strict=True))
     if function is None:
         return [Stream(_text(given), _text(printed)) for given, printed in pairs]
     if not (isinstance(function, str) and function.isidentifier()) or not all(isinstance(i, list) for i in inputs):
-        raise _unreadable(tests, "no name in 'fn_name', or 'inputs' that are not lists of arguments")
+        raise _unreadable(tests, "'fn_name' is not a name, or 'inputs' are not lists of arguments")
     return [Expression(f"{function}(*{given!r})", value, json=True) for given, value in pairs]
 
 
 def _text(lines: Any) -> str:
-    """Some data sets have a list of lines."""
+    """A text; some data sets have a list of lines."""
     if isinstance(lines, list):
         return "\n".join(map(str, lines))
     return str(lines)
@@ -189,7 +189,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _as_json(value: Any) -> Any:
-    """Without tuples, and with the keys of JSON."""
+    """The value as JSON would have it: lists for tuples, strings as keys."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict):
@@ -197,9 +197,8 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-def _unreadable(tests: Any, why: str) -> InputError:
+def _unreadable(tests: Any, reason: str) -> InputError:
     return InputError(
-        f"the tests {str(tests)[:80]!r} ({why})",
-        'a list of Python asserts, or {"inputs": [...], "outputs": [...]}, with "fn_name" for functions',
-        "mending them",
+        f"the tests {str(tests)[:80]!r} cannot be read ({reason})",
+        'Use a list of Python asserts, or {"inputs": [...], "outputs": [...]}, with "fn_name" for functions',
     )

@@ -17,7 +17,7 @@ from troll import implementation as choice
 from troll.errors import InputError
 from troll.lab.cli import doctor
 from troll.lab.models import embedded, embedded_model
-from troll.rewards.sandbox import DANGER, sandbox, seccomp
+from troll.rewards.sandbox import UNSANDBOXED_VARIABLE, isolation, sandbox
 from troll.rewards.selftest import suite
 from troll.rewards.selftest.attack import Attack
 
@@ -326,10 +326,10 @@ def test_with_landlock_bubblewrap_is_better(
 @pytest.fixture
 def no_filter(monkeypatch: pytest.MonkeyPatch, fresh: None) -> Iterator[None]:
     """A machine without libseccomp."""
-    seccomp.program.cache_clear()
+    isolation.syscall_filter.cache_clear()
     monkeypatch.setitem(sys.modules, "pyseccomp", None)
     yield
-    seccomp.program.cache_clear()
+    isolation.syscall_filter.cache_clear()
 
 
 @pytest.mark.usefixtures("converted", "no_filter")
@@ -337,7 +337,7 @@ def test_without_a_sandbox_training_still_runs(capsys: pytest.CaptureFixture[str
     code, report, _ = found(capsys)
     assert (code, report["sandbox"]["usable"], report["sandbox"]["name"]) == (0, False, "none")
     (step,) = [step for step in report["steps"] if "libseccomp2" in step["command"]]
-    assert step["command"] == 'apt install libseccomp2, and pip install "troll-rl[rewards]"'
+    assert step["command"] == 'apt install libseccomp2 && pip install "troll-rl[rewards]"'
     assert not step["needed"]
     assert step["reason"].startswith("for tasks with model-written code: ")
 
@@ -350,11 +350,11 @@ def test_without_a_sandbox_nothing_is_attacked(
     assert doctor.run(["--attack"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("troll: given: model-written code to run, and no sandbox for it (")
-    assert "try: apt install bubblewrap" in said.err
-    monkeypatch.setenv(DANGER, "1")
+    assert said.err.startswith("troll: there is no working sandbox for model-written code (")
+    assert "run apt install bubblewrap" in said.err
+    monkeypatch.setenv(UNSANDBOXED_VARIABLE, "1")
     assert doctor.run(["--attack"]) == 1
-    assert "given: no sandbox to be attacked, because" in capsys.readouterr().err
+    assert "there is no sandbox to attack, because" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The sandbox as such: how it is chosen, what a run has and loses, what is said of its end. Attacks are elsewhere."""
+"""The sandbox: how it is chosen, what a run can do, how its end is reported. The attacks are in ``selftest``."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from pathlib import Path
 import pytest
 
 from troll.errors import InputError
-from troll.rewards.inside import calls, values
 from troll.rewards.sandbox import (
-    DANGER,
+    UNSANDBOXED_VARIABLE,
     Sandbox,
     SandboxError,
     allow_unsandboxed,
     best,
+    inside,
+    isolation,
     isolations,
-    probe,
     sandbox,
-    seccomp,
     status,
 )
-from troll.rewards.sandbox.isolation import bubblewrap, for_everybody, python, user
-from troll.rewards.workers.lines import Ended, Late
+from troll.rewards.sandbox.isolation import bubblewrap, executable_by_all, sandbox_python, sandbox_user, syscall_filter
+from troll.rewards.workers.process import PipeClosed, ReplyLate
 
-ALL = {isolation.name: isolation for isolation in isolations(danger=True)}
+ALL = {isolation.name: isolation for isolation in isolations(unsandboxed=True)}
 
 
 @pytest.fixture
 def fresh(monkeypatch):
-    monkeypatch.delenv(DANGER, raising=False)
+    monkeypatch.delenv(UNSANDBOXED_VARIABLE, raising=False)
     sandbox._tried.cache_clear()
     yield
     sandbox._tried.cache_clear()
@@ -45,13 +44,13 @@ def fresh(monkeypatch):
 
 @pytest.fixture(params=["bubblewrap", "landlock"])
 def box(request):
-    made = Sandbox([values, calls], ALL[request.param])
+    made = Sandbox([inside], ALL[request.param])
     yield made
     made.end()
 
 
 def evaluate(box: Sandbox, *expressions: str, setup: str = "import os", limits=None) -> list:
-    run = box.start(calls, limits)
+    run = box.start(inside.serve_calls, limits)
     try:
         assert run.lines.ask(10, {"run": setup}) == {"value": None}
         return [run.lines.ask(10, {"evaluate": expression}) for expression in expressions]
@@ -60,7 +59,7 @@ def evaluate(box: Sandbox, *expressions: str, setup: str = "import os", limits=N
 
 
 def test_a_run_answers_and_its_end_is_told(box):
-    run = box.start(calls)
+    run = box.start(inside.serve_calls)
     run.lines.ask(10, {"run": "x = [0] * 5_000_000\nfor i in range(300_000): x[i] = i"})
     assert run.lines.ask(10, {"evaluate": "sum(x[:10])"}) == {"value": 45}
     ending = run.end()
@@ -70,22 +69,22 @@ def test_a_run_answers_and_its_end_is_told(box):
 
 
 def test_a_run_that_ends_itself(box):
-    run = box.start(calls)
-    with pytest.raises(Ended):
+    run = box.start(inside.serve_calls)
+    with pytest.raises(PipeClosed):
         run.lines.ask(10, {"run": "import os; os._exit(7)"})
     assert run.end().code == 7
 
 
 def test_a_run_that_says_nothing_is_late_and_then_killed(box):
-    run = box.start(calls)
-    with pytest.raises(Late):
+    run = box.start(inside.serve_calls)
+    with pytest.raises(ReplyLate):
         run.lines.ask(0.3, {"run": "while True: pass"})
     assert run.end().signal == signal.SIGKILL
 
 
 def test_limits_can_be_others(box):
-    run = box.start(calls, {"RLIMIT_CPU": 1})
-    with pytest.raises(Ended):
+    run = box.start(inside.serve_calls, {"RLIMIT_CPU": 1})
+    with pytest.raises(PipeClosed):
         run.lines.ask(20, {"run": "while True: pass"})
     ending = run.end()
     assert ending.signal == signal.SIGKILL
@@ -93,7 +92,7 @@ def test_limits_can_be_others(box):
     many = evaluate(box, "len(os.listdir('/usr'))", "os.open('/usr', 0)", limits={"RLIMIT_NOFILE": 5})
     assert many[1] == {"error": "limit"}
     with pytest.raises(SandboxError, match="a run did not start"):
-        box.start(calls, {"RLIMIT_NONSENSE": 1})
+        box.start(inside.serve_calls, {"RLIMIT_NONSENSE": 1})
     assert evaluate(box, "1 + 1") == [{"value": 2}]
 
 
@@ -104,7 +103,7 @@ def test_without_file_descriptors_it_is_the_sandbox_that_fails(box):
     free = [os.open("/dev/null", 0) for _ in range(max(used) + 1 - len(used))]
     try:
         with pytest.raises(SandboxError, match="ulimit -n"):
-            box.start(calls)
+            box.start(inside.serve_calls)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for handle in free:
@@ -113,7 +112,7 @@ def test_without_file_descriptors_it_is_the_sandbox_that_fails(box):
 
 
 def test_runs_know_nothing_of_each_other():
-    box = Sandbox([values, calls], ALL["bubblewrap"])
+    box = Sandbox([inside], ALL["bubblewrap"])
     assert box.reusable
     write = "import os\nopen('/tmp/left', 'w').write('x')\nimport sys\nsys.left = 1"
     assert evaluate(box, "os.listdir('/tmp')", "sys.left", "os.getpid()", setup=write) == [
@@ -125,7 +124,7 @@ def test_runs_know_nothing_of_each_other():
         {"value": []},
         {"value": False},
     ]
-    first, second = box.start(calls), box.start(calls)  # side by side
+    first, second = box.start(inside.serve_calls), box.start(inside.serve_calls)  # side by side
     for run, word in ((first, "one"), (second, "two")):
         run.lines.ask(10, {"run": f"open('/tmp/{word}', 'w')"})
     for run, word in ((first, "one"), (second, "two")):
@@ -136,7 +135,7 @@ def test_runs_know_nothing_of_each_other():
 
 
 def test_landlock_is_used_once():
-    box = Sandbox([values, calls], ALL["landlock"])
+    box = Sandbox([inside], ALL["landlock"])
     assert not box.reusable
     box.end()
 
@@ -172,33 +171,32 @@ for t in threads: t.join()
 
 def test_hashes_are_the_same_in_every_sandbox(box):
     assert evaluate(box, "hash('a word')") == evaluate(box, "hash('a word')")
-    other = Sandbox([values, calls], box.isolation)
+    other = Sandbox([inside], box.isolation)
     assert evaluate(box, "list({'a', 'b', 'c', 'd'})") == evaluate(other, "list({'a', 'b', 'c', 'd'})")
     other.end()
 
 
 def test_everything_ends_with_the_sandbox(box):
-    run = box.start(calls)
+    run = box.start(inside.serve_calls)
     assert run.lines.ask(10, {"evaluate": "1"}) == {"value": 1}
     box.end()
-    with pytest.raises(Ended):
-        run.lines.hear(20)
+    with pytest.raises(PipeClosed):
+        run.lines.receive(20)
     with pytest.raises(SandboxError, match="ended before its run"):
         run.wait(20)
     run.close()
-    with pytest.raises(SandboxError, match=f"{box.isolation.name}, which ended"):
-        box.start(calls)
+    with pytest.raises(SandboxError, match=f"{box.isolation.name} has ended"):
+        box.start(inside.serve_calls)
 
 
 def test_a_sandbox_dies_with_its_owner(tmp_path):
     script = """
 import sys, time
-from troll.rewards.inside import calls, values
-from troll.rewards.sandbox import Sandbox, isolations
+from troll.rewards.sandbox import Sandbox, inside, isolations
 for isolation in isolations()[:2]:
-    box = Sandbox([values, calls], isolation)
-    run = box.start(calls)
-    run.lines.say(5, {"run": "while True: pass"})
+    box = Sandbox([inside], isolation)
+    run = box.start(inside.serve_calls)
+    run.lines.send(5, {"run": "while True: pass"})
     print(box._process.pid, flush=True)
     globals()[isolation.name] = box, run
 time.sleep(100)
@@ -252,7 +250,7 @@ def test_modules_that_do_not_load_are_said():
 def test_status_is_found_by_running_a_program(fresh):
     usable, name, why = status()
     assert (usable, name) == (True, "bubblewrap")
-    assert why == "a program ran in it, without network, files, privileges and most system calls"
+    assert why == "a test program ran, without network, files, privileges and most system calls"
     assert best().name == "bubblewrap"
 
 
@@ -260,7 +258,7 @@ def test_without_bubblewrap_it_is_landlock(monkeypatch, tmp_path, fresh):
     monkeypatch.setenv("PATH", str(tmp_path))
     usable, name, why = status()
     assert (usable, name) == (True, "landlock")
-    assert "model-written code to run, without bubblewrap" in why
+    assert "bubblewrap, the sandbox for model-written code, is not installed" in why
     assert best().name == "landlock"
 
 
@@ -270,11 +268,11 @@ def test_bubblewrap_that_does_not_start_is_said(monkeypatch, tmp_path, fresh):
     broken.chmod(0o755)
     tmp_path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(SandboxError, match=r"bubblewrap, which did not start \(.*"):
-        Sandbox([probe], ALL["bubblewrap"])
+    with pytest.raises(SandboxError, match=r"bubblewrap did not start \(.*"):
+        Sandbox([inside], ALL["bubblewrap"])
     usable, name, why = status()
     assert (usable, name) == (True, "landlock")
-    assert "bubblewrap, which did not start" in why
+    assert "bubblewrap did not start" in why
 
 
 def nothing_holds(monkeypatch, tmp_path):
@@ -289,47 +287,47 @@ def test_without_walls_nothing_runs(monkeypatch, tmp_path, fresh):
     nothing_holds(monkeypatch, tmp_path)
     usable, name, why = status()
     assert (usable, name) == (False, "none")
-    assert "without bubblewrap" in why
-    assert "landlock, which did not start" in why
+    assert "is not installed" in why
+    assert "landlock did not start" in why
     assert "Function not implemented" in why
     with pytest.raises(SandboxError, match="--allow_unsandboxed_code") as raised:
-        Sandbox([probe])
+        Sandbox([inside])
     assert "apt install bubblewrap" in str(raised.value)
 
 
-def test_only_who_admits_the_danger_runs_code_without_walls(monkeypatch, tmp_path, fresh):
+def test_code_runs_without_a_sandbox_only_if_allowed(monkeypatch, tmp_path, fresh):
     nothing_holds(monkeypatch, tmp_path)
     allow_unsandboxed(False)
     assert status()[0] is False
-    monkeypatch.setenv(DANGER, "yes")
+    monkeypatch.setenv(UNSANDBOXED_VARIABLE, "yes")
     assert status()[0] is False
     allow_unsandboxed(True)
     usable, name, why = status()
     assert (usable, name) == (True, "none")
-    assert f"with all that you may do here, because {DANGER} is set" in why
-    box = Sandbox([values, calls])
+    assert f"with all your permissions, because {UNSANDBOXED_VARIABLE} is set" in why
+    box = Sandbox([inside])
     assert box.isolation.name == "none"
     assert evaluate(box, "os.path.exists('/proc/1')") == [{"value": True}]
     box.end()
 
 
-def test_with_walls_the_danger_is_not_needed(monkeypatch, fresh):
-    monkeypatch.setenv(DANGER, "1")
+def test_a_working_sandbox_is_used_even_if_none_is_allowed(monkeypatch, fresh):
+    monkeypatch.setenv(UNSANDBOXED_VARIABLE, "1")
     assert best().name == "bubblewrap"
 
 
 def test_without_the_filter_nothing_runs(monkeypatch, fresh):
-    seccomp.program.cache_clear()
+    syscall_filter.cache_clear()
     monkeypatch.setitem(sys.modules, "pyseccomp", None)
     with pytest.raises(InputError, match="apt install libseccomp2"):
-        Sandbox([probe], ALL["bubblewrap"])
+        Sandbox([inside], ALL["bubblewrap"])
     assert status()[0] is False
     monkeypatch.undo()
-    seccomp.program.cache_clear()
+    syscall_filter.cache_clear()
 
 
 def test_the_filter_lets_no_process_be_made_and_no_signal_sent():
-    names = set(seccomp._ALLOWED.split()) | set(seccomp._ONE_OF)
+    names = set(isolation._ALLOWED.split()) | set(isolation._ONE_OF)
     never = """fork vfork clone clone3 execve execveat kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open
     pidfd_send_signal pidfd_getfd ptrace process_vm_readv process_vm_writev socket connect bind listen accept mount
     umount2 unshare setns pivot_root chroot chmod fchmod fchmodat chown io_uring_setup bpf perf_event_open keyctl
@@ -340,9 +338,9 @@ def test_the_filter_lets_no_process_be_made_and_no_signal_sent():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can leave root")
 def test_root_is_left_where_the_interpreter_allows_it(box):
-    if not for_everybody(Path(python())):
+    if not executable_by_all(Path(sandbox_python())):
         pytest.skip("only root can reach the interpreter")
-    assert user() == 65534
+    assert sandbox_user() == 65534
     status_file = Path(f"/proc/{box._process.pid}/status").read_text()
     assert "Uid:\t65534\t65534\t65534\t65534" in status_file
     assert "Groups:\t \n" in status_file
@@ -354,10 +352,10 @@ def test_who_may_run_an_interpreter(tmp_path):
     program.write_text("")
     program.chmod(0o755)
     reachable = all(part.stat().st_mode & 0o001 for part in tmp_path.parents)
-    assert for_everybody(program) is reachable
+    assert executable_by_all(program) is reachable
     program.chmod(0o750)
-    assert not for_everybody(program)
-    assert not for_everybody(tmp_path / "missing")
+    assert not executable_by_all(program)
+    assert not executable_by_all(tmp_path / "missing")
 
 
 def test_the_server_is_plain_python_of_the_standard_library():
@@ -382,12 +380,12 @@ def test_a_command_in_bubblewrap(tmp_path):
 
 
 def test_many_threads_share_a_sandbox():
-    box = Sandbox([probe], ALL["bubblewrap"])
+    box = Sandbox([inside], ALL["bubblewrap"])
     wrong: list[int] = []
 
     def ask(start: int) -> None:
         for n in range(start, start + 20):
-            run = box.start(probe)
+            run = box.start(inside.probe)
             if run.lines.ask(20, n) != 7 * n:
                 wrong.append(n)
             run.end()

@@ -15,7 +15,9 @@ PAGE, REWARDS = (DOCS / "attacks.md").read_text(), (DOCS / "rewards.md").read_te
 def test_every_attack_is_on_the_page_with_what_held():
     row = re.compile(r"^\| ([^|]+) \| ([^|]+) \| (held|known limit) \| (held|known limit) \|$", re.MULTILINE)
     known = {attack.name for attack in suite.ATTACKS if "landlock" in attack.known}
-    made = {attack.name: attack.says for attack in suite.ATTACKS} | {hack.name: hack.trick for hack in HACKS}
+    made = {attack.name: attack.description for attack in suite.ATTACKS} | {
+        hack.name: hack.description for hack in HACKS
+    }
     assert sorted(made) == sorted(suite.names())
     shown = row.findall(PAGE)
     assert {name: says for name, says, _, _ in shown} == made

@@ -104,8 +104,8 @@ def test_hacks_are_many_and_different():
     assert len({hack.name for hack in HACKS}) == len({(hack.kind, hack.program) for hack in HACKS}) == len(HACKS)
     for hack in HACKS:
         compile(hack.program, hack.name, "exec")
-        assert hack.trick.endswith(".")
-        assert "|" not in hack.name + hack.trick
+        assert hack.description.endswith(".")
+        assert "|" not in hack.name + hack.description
 
 
 def test_the_problem_is_the_same_in_all_forms():

@@ -10,8 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from troll.rewards.selftest.scene import SIGN, Scene
-from troll.rewards.selftest.usage import Watch, marked
+from troll.rewards.selftest.scene import SIGN, Scene, UsageMonitor, usage
 
 
 def test_a_scene_comes_and_goes(monkeypatch) -> None:
@@ -72,7 +71,7 @@ def test_messages_are_seen() -> None:
             with socket.socket(family, kind) as out:
                 out.connect(address)
                 out.send(b"x")
-            assert scene.harm() == [f"a message came by {name}"]
+            assert scene.harm() == [f"a message arrived by {name}"]
             assert scene.harm() == []
 
 
@@ -84,17 +83,17 @@ held = bytearray(b"x") * (50 << 20)
 [threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(5)]
 print(flush=True)
 """
-    assert marked("troll-mark") == []
+    assert usage("troll-mark") == []
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        with Watch("troll-mark") as watch:
+        with UsageMonitor("troll-mark") as monitor:
             until = time.monotonic() + 10
-            while not watch.tasks and time.monotonic() < until:
+            while not monitor.threads and time.monotonic() < until:
                 time.sleep(0.01)
-        ((tasks, kilobytes),) = marked("troll-mark")
+        ((threads, kilobytes),) = usage("troll-mark")
         process.kill()
-    assert tasks == watch.tasks == 6
+    assert threads == monitor.threads == 6
     assert kilobytes > 50 << 10
-    assert watch.kilobytes > 50 << 10
-    assert marked("troll-mark") == []
+    assert monitor.kilobytes > 50 << 10
+    assert usage("troll-mark") == []

@@ -25,7 +25,7 @@ from troll.rewards.selftest.attack import Attack
 from troll.rewards.selftest.scene import Scene
 
 WALLS = {walls.name: walls for walls in isolations()}
-OPEN = Isolation("open", "no walls at all", limits={}, filtered=False)
+OPEN = Isolation("open", "no isolation", limits={}, filtered=False)
 KNOWN = {"bubblewrap": set(), "landlock": {"existence", "process numbers"}}
 THREADS = {"threads", "bare threads"} if os.uname().machine == "x86_64" else {"threads"}
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be, or become, another user")
@@ -105,13 +105,13 @@ def for_everybody() -> Iterator[Path]:
 @ROOT
 @pytest.mark.slow
 def test_the_same_as_an_ordinary_user(for_everybody: Path) -> None:
-    python, who = isolation.python(), isolation.NOBODY
-    if not isolation.for_everybody(Path(python)):
+    python, who = isolation.sandbox_python(), isolation.NOBODY
+    if not isolation.executable_by_all(Path(python)):
         pytest.skip(f"no Python {sys.version_info.major}.{sys.version_info.minor} that another user can run")
     env = {"PATH": os.environ["PATH"], "HOME": str(for_everybody / "home"), "PYTHONPATH": str(for_everybody)}
     running = {
         name: subprocess.Popen(
-            [python, "-B", "-m", "troll.rewards.selftest", "--json", "--isolation", name],
+            [python, "-B", "-m", "troll.rewards.selftest.suite", "--json", "--isolation", name],
             user=who,
             group=who,
             extra_groups=[],
@@ -139,7 +139,7 @@ def test_root_that_stays_root_has_no_limit_of_threads_and_all_else_holds(
 ) -> None:
     patient(THREADS)
     for module in (sandbox, isolation):
-        monkeypatch.setattr(module, "user", lambda: None)
+        monkeypatch.setattr(module, "sandbox_user", lambda: None)
     found = succeeded(WALLS["bubblewrap"], *(attack.name for attack in suite.ATTACKS))
     assert told(found).keys() == THREADS, told(found)
     assert all(result.known for result in found.values())
@@ -163,7 +163,7 @@ def test_without_walls_they_succeed(patient: Callable[[Container[str]], None]) -
     patient(wanted)
     found = told(succeeded(OPEN, *wanted))
     assert wanted - set(found) == set()
-    ways = {"troll-secret-": STOLEN, "a message came by ": SENT, "these files have changed: ": CHANGED}
+    ways = {"troll-secret-": STOLEN, "a message arrived by ": SENT, "these files have changed: ": CHANGED}
     ways |= {"a process was killed": KILLED, "it got ": GOT}
     for way, names in ways.items():
         assert {name: found[name] for name in names if way not in found[name]} == {}
@@ -236,14 +236,14 @@ def look(file, link, folder, missing):
 def test_what_landlock_leaks_is_that_a_file_is_there_and_nothing_else() -> None:
     with Scene() as scene:
         worker = CodeWorker(WALLS["landlock"])
-        run = worker.start(judge.calls)
+        run = worker.start(judge.inside.serve_calls)
         run.lines.ask(10, {"run": LEAKS})
         places = [scene.facts["own"], scene.facts["link"], scene.facts["home"], scene.facts["open"] + "/missing"]
         reply = run.lines.ask(10, {"evaluate": f"look(*{places!r})"})
         run.end()
         worker.end()
         assert scene.harm() == []
-    found = dict(judge.values.decode(reply["value"]))
+    found = dict(judge.inside.decode(reply["value"]))
     leaks = {"stat": True, "exists": True, "access": True, "readlink": True, "path": True, "missing": False}
     filtered = dict.fromkeys(["chmod", "utime", "truncate", "chown", "link"], "PermissionError")
     walled = dict.fromkeys(["open", "listdir", "write", "create", "unlink", "rename", "mkdir"], "PermissionError")
@@ -274,24 +274,22 @@ class Test_the_suite_can_fail:  # noqa: N801
         test = "assert f(3) == 9"
         assert made("def f(x): return x * x", test) == "it passed"
         assert made("def f(x): return 8", test) == ""
-        assert made("def f(x): return x", "f(print)").startswith(
-            "there is no verdict (a test that calls a function with"
-        )
+        assert made("def f(x): return x", "f(print)").startswith("there is no verdict (a test calls a function with")
 
     def test_by_a_judge_that_fails(self, made, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(suite, "_good", lambda worker: True)
-        monkeypatch.setattr(judge.values, "decode", lambda value: {}[value])
+        monkeypatch.setattr(suite, "_honest_passes", lambda worker: True)
+        monkeypatch.setattr(judge.inside, "decode", lambda value: {}[value])
         assert made("def f(x): return 8", "assert f(3) == 9") == "the judge failed (KeyError: None)"
 
     def test_by_a_judge_that_is_late(self, made, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(suite, "GRACE", -100.0)
-        assert made("def f(x): return 8", "assert f(3) == 9") == "the judge was held up"
+        monkeypatch.setattr(suite, "GRACE_SECONDS", -100.0)
+        assert made("def f(x): return 8", "assert f(3) == 9") == "the judge was delayed"
 
     def test_by_what_it_takes(self, made, monkeypatch: pytest.MonkeyPatch) -> None:
         wait = suite.ATTACKS[0].program.split("def attack")[0] + "def attack(): time.sleep(1)"
         assert made(wait) == ""
-        monkeypatch.setattr(suite, "MANY", 0)
-        monkeypatch.setattr(suite, "MEMORY", 1 << 10)
+        monkeypatch.setattr(suite, "MAX_THREADS", 0)
+        monkeypatch.setattr(suite, "MAX_KILOBYTES", 1 << 10)
         assert made(wait).startswith("it had 1 threads; it had ")
 
     def test_by_honest_programs_that_no_longer_pass(self, made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,20 +301,22 @@ def test_there_are_enough_and_each_says_what_it_tries() -> None:
     assert len(suite.ATTACKS) >= 100
     assert len(set(suite.names())) == len(suite.names()) > 150
     for attack in suite.ATTACKS:
-        assert attack.says.endswith(".")
-        assert not attack.says.endswith("..")
+        assert attack.description.endswith(".")
+        assert not attack.description.endswith("..")
         assert attack.known <= {"landlock", "root"}
         compile(attack.program, attack.name, "exec")
 
 
 def test_an_attack_that_there_is_not() -> None:
-    with pytest.raises(InputError, match="the attacks frok; expected: names of attacks"):
+    with pytest.raises(InputError, match=r"no attack named frok.*--list"):
         list(suite.run(WALLS["bubblewrap"], ["fork", "frok"]))
 
 
 def test_as_a_program() -> None:
     def ran(*flags: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "troll.rewards.selftest", *flags], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-m", "troll.rewards.selftest.suite", *flags], capture_output=True, text=True
+        )
 
     assert ran("--list").stdout.splitlines() == suite.names()
     held = ran("--isolation", "landlock", "kill", "existence")
@@ -326,10 +326,10 @@ def test_as_a_program() -> None:
         ["escape", "kill", "held"],
     ]
     (line,) = ran("--json", "kill").stdout.splitlines()
-    assert {**json.loads(line), "seconds": 0, "says": ""} == {
+    assert {**json.loads(line), "seconds": 0, "description": ""} == {
         "name": "kill",
         "category": "escape",
-        "says": "",
+        "description": "",
         "held": True,
         "known": False,
         "detail": "",

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from troll.errors import InputError
 from troll.lab.models import EmbeddedModel, cache_folder, embedded_model
 from troll.lab.training.settings import DEFAULT_MODEL
-from troll.rewards.sandbox import seccomp, status
+from troll.rewards.sandbox import isolation, status
 
 DISTRIBUTION = "troll-rl"
 DESCRIPTION = """\
@@ -280,9 +280,9 @@ def _sandbox_steps(sandbox: dict[str, Any]) -> Iterator[Step]:
     if sandbox["name"] == "landlock":
         reason = f"faster and tighter than Landlock, in which model-written code runs now: {sandbox['why']}"
     try:
-        seccomp.program()
-    except InputError as error:
-        yield Step(error.hint, reason, False)
+        isolation.syscall_filter()
+    except InputError:
+        yield Step(isolation.INSTALL_SECCOMP, reason, False)
         return
     there = shutil.which("bwrap") is not None
     yield Step("let bubblewrap make user namespaces" if there else "apt install bubblewrap", reason, False)

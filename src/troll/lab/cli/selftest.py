@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from troll.errors import InputError
 from troll.lab.runs.formatting import one_line
-from troll.rewards.sandbox import DANGER, Isolation, SandboxError, best, isolations
+from troll.rewards.sandbox import UNSANDBOXED_VARIABLE, Isolation, SandboxError, best, isolations
 from troll.rewards.selftest import suite
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def _isolation(name: str | None) -> Isolation:
     isolation = found[name] if name is not None else best()
     if isolation.name not in found:
         raise SandboxError(
-            f"no sandbox to be attacked, because {DANGER}={os.environ.get(DANGER)}", "apt install bubblewrap"
+            f"no sandbox to be attacked, because {UNSANDBOXED_VARIABLE}={os.environ.get(UNSANDBOXED_VARIABLE)}",
+            "apt install bubblewrap",
         )
     return isolation
 
@@ -86,7 +87,7 @@ def _show(results: Sequence[suite.Result]) -> None:
     """A coloured table on a terminal, aligned text elsewhere."""
     from rich.console import Console
 
-    rows = [(result.category, result.name, verdict(result), result.detail or result.says) for result in results]
+    rows = [(result.category, result.name, verdict(result), result.detail or result.description) for result in results]
     console = Console()
     if console.is_terminal:
         console.print(_table(rows))

@@ -71,13 +71,13 @@ def setup_of(flags: Flags, settings: RunSettings, plan: Any) -> tuple[Any, dict[
     from troll.lab.verl.launch import FILE_LOGGER, next_log
     from troll.lab.verl.refusals import refuse
     from troll.lab.verl.setup import Setup
-    from troll.rewards.sandbox import DANGER
+    from troll.rewards.sandbox import UNSANDBOXED_VARIABLE
 
     tokenizer = load_tokenizer(plan.model_path, **plan.origin)
     template = plain_template(plan.task, tokenizer)
     environment = {FILE_LOGGER: str(next_log(plan.folder))}
     if settings.allow_unsandboxed_code:
-        environment[DANGER] = "1"
+        environment[UNSANDBOXED_VARIABLE] = "1"
     setup = Setup(
         run=settings,
         args=plan.args,

@@ -25,8 +25,8 @@ from datasets import Dataset
 
 from troll.errors import InputError
 from troll.lab.tasks.task import Request, Row, Task
-from troll.rewards.checker import SECONDS, Checker, Question, Reply, apart, sandboxed
-from troll.rewards.text import text_of
+from troll.rewards.answers import text_of
+from troll.rewards.checker import SECONDS, Checker, Question, Reply, plain_command, sandboxed_command
 from troll.rewards.workers import Pool
 
 TRAIN_SIZE, EVAL_SIZE = 1000, 100
@@ -92,8 +92,8 @@ def _checkers(generator: str, options: Row, sources: Sequence[_Source]) -> Check
         shown = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
         raise InputError(f"gym:{generator} rejected its options ({shown}): {error}", "Change these values") from error
     settings = [{**options, "seed": source.seed, "size": source.limit} for source in sources]
-    what = {"kind": "gym", "maker": generator, "settings": settings}
-    command, env = sandboxed("reasoning_gym") if _evaluates(generator) else apart()
+    what = {"kind": "gym", "dataset": generator, "settings": settings}
+    command, env = sandboxed_command("reasoning_gym") if _evaluates(generator) else plain_command()
     return Pool(lambda: Checker(what, command, env), name="gym")
 
 

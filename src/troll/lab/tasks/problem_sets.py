@@ -19,14 +19,13 @@ from troll.errors import InputError
 from troll.lab.tasks import data
 from troll.lab.tasks.data import DataSource, Record, field, read_problems, split, to_dataset
 from troll.lab.tasks.task import Request, Reward, Task
-from troll.rewards.answers import boxed, expression, final_number
+from troll.rewards.answers import boxed, expression, final_number, text_of
 from troll.rewards.code import CodeReward, code_of
-from troll.rewards.exact import number
 from troll.rewards.judge import SECONDS
+from troll.rewards.latex import number
 from troll.rewards.mathematics import MathReward
 from troll.rewards.problems import Stream, read_problem
 from troll.rewards.sandbox import best
-from troll.rewards.text import text_of
 
 CODE_OPTIONS = {**data.OPTIONS, "partial": False, "seconds": SECONDS}
 

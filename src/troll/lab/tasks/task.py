@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from troll.errors import InputError, suggestion
-from troll.rewards.text import text_of as text_of
+from troll.rewards.answers import text_of as text_of
 
 Reward = Callable[..., Any]
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""A sandbox that is warm: every run in it is a fresh process with pipes of its own."""
+"""The sandbox: a warm server process that forks a fresh, confined process with new pipes for every run."""
 
 from __future__ import annotations
 
@@ -12,27 +12,34 @@ import signal
 import socket
 import subprocess
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from troll.errors import InputError
-from troll.rewards.sandbox import probe, seccomp
-from troll.rewards.sandbox.isolation import DANGER, Isolation, isolations, python, user
-from troll.rewards.workers.lines import Lines, NoReply, ready
+from troll.rewards.sandbox import inside
+from troll.rewards.sandbox.isolation import (
+    UNSANDBOXED_VARIABLE,
+    Isolation,
+    isolations,
+    sandbox_python,
+    sandbox_user,
+    syscall_filter,
+)
+from troll.rewards.workers.process import JsonLines, NoReply, ready
 
-START = 60.0  # seconds until a sandbox that has not said a word counts as broken
-END = 10.0  # seconds for a run that was killed to be gone
+START_SECONDS = 60.0  # a sandbox that has not replied by then counts as broken
+END_SECONDS = 10.0  # for a killed run to be gone
 _SERVER = Path(__file__).with_name("server.py")
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
 
 
 class SandboxError(InputError):
-    """The sandbox itself failed: no verdict on the program that was to run in it."""
+    """The sandbox failed: nothing is known about the program that was to run in it."""
 
-    def __init__(self, what: str, hint: str = "troll doctor, which says what is missing") -> None:
-        super().__init__(what, "a sandbox that works", hint)
+    def __init__(self, problem: str, fix: str = "Run troll doctor, which checks the sandbox") -> None:
+        super().__init__(problem, fix)
 
 
 @dataclass(frozen=True)
@@ -40,10 +47,10 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        code: what it returned; None if a signal ended it.
-        signal: which signal; None if none.
-        seconds: of processor time.
-        kilobytes: of memory, at most.
+        code: the exit code; None if a signal ended it.
+        signal: the signal that ended it, if any.
+        seconds: CPU time.
+        kilobytes: peak memory.
     """
 
     code: int | None
@@ -52,41 +59,41 @@ class Ending:
     kilobytes: int
 
 
-class Run:
-    """A process in the sandbox, and the pipes to it: ``lines`` for JSON, or the file descriptors for anything else."""
+class SandboxRun:
+    """A process in the sandbox and the pipes to it: ``lines`` for JSON, the file descriptors for anything else."""
 
     def __init__(self, replies: int, requests: int, control: socket.socket) -> None:
         self.replies, self.requests, self.control = replies, requests, control
-        self.lines = Lines(replies, requests)
+        self.lines = JsonLines(replies, requests)
 
     def end(self) -> Ending:
-        """Kill it if it still runs; how it ended."""
+        """Kill the process if it still runs, and return how it ended."""
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
         try:
-            return self.wait(END)
+            return self.wait(END_SECONDS)
         finally:
             self.close()
 
     def wait(self, seconds: float) -> Ending:
-        """How it ended; SandboxError if it has not."""
+        """How the process ended; SandboxError if it has not ended within that time."""
         if not ready(self.control.fileno(), select.POLLIN, seconds):
-            raise SandboxError("a run that does not end")
+            raise SandboxError("a run in the sandbox does not end")
         try:
-            said = json.loads(self.control.recv(1 << 12))
+            ending = json.loads(self.control.recv(1 << 12))
         except (ValueError, OSError) as error:
-            raise SandboxError("a sandbox that ended before its run") from error
-        code = os.waitstatus_to_exitcode(said["status"])
-        return Ending(code if code >= 0 else None, -code if code < 0 else None, said["seconds"], said["kilobytes"])
+            raise SandboxError("the sandbox ended before its run") from error
+        code = os.waitstatus_to_exitcode(ending["status"])
+        return Ending(code if code >= 0 else None, -code if code < 0 else None, ending["seconds"], ending["kilobytes"])
 
     def close_requests(self) -> None:
-        """Say that nothing more will come."""
+        """Close the pipe of requests: the input ends."""
         if self.requests >= 0:
             os.close(self.requests)
             self.requests = -1
 
     def close(self) -> None:
-        """Let go of the pipes."""
+        """Close the pipes."""
         self.close_requests()
         if self.replies >= 0:
             os.close(self.replies)
@@ -95,54 +102,56 @@ class Run:
 
 
 class Sandbox:
-    """A running sandbox. It starts runs one after the other or side by side, and everything in it dies at ``end``.
+    """A running sandbox. Its runs are sequential or concurrent, and ``end`` kills all of them.
 
     Args:
-        modules: what runs need and are: modules of the standard library and of each other. They are sent as text.
-        isolation: the walls; the best there are if not given.
+        modules: the modules with the functions to run, sent as text. They import only the standard library and each
+            other.
+        isolation: default ``best()``.
     """
 
     def __init__(self, modules: Sequence[ModuleType], isolation: Isolation | None = None) -> None:
         isolation = isolation or best()
-        told = {
+        settings = {
             "modules": _sources(modules),
-            "filter": base64.b64encode(seccomp.program() if isolation.filtered else b"").decode(),
+            "filter": base64.b64encode(syscall_filter() if isolation.filtered else b"").decode(),
             "limits": dict(isolation.limits),
-            "renew": isolation.renews,
+            "per_run_namespaces": isolation.per_run_namespaces,
             "listable": isolation.listable,
             "readable": isolation.readable,
         }
-        command = isolation.command([python(), "-s", "-S", "-P", "-c", _SERVER.read_text()], _ENVIRONMENT)
+        command = isolation.command([sandbox_python(), "-s", "-S", "-P", "-c", _SERVER.read_text()], _ENVIRONMENT)
         mine, theirs = socket.socketpair()
         try:
             self._process = _process(command, theirs)
         except OSError as error:
             mine.close()
-            raise SandboxError(f"{isolation.name}, which did not start ({error})") from error
+            raise SandboxError(f"{isolation.name} did not start ({error})") from error
         finally:
             theirs.close()
         self.end = weakref.finalize(self, _end, self._process, mine, os.getpid())
         self.isolation, self._orders = isolation, mine
-        lines = Lines(mine.fileno(), mine.fileno())
+        lines = JsonLines(mine.fileno(), mine.fileno())
         try:
-            lines.say(START, told)
-            self.reusable: bool = lines.hear(START)["renews"]
+            lines.send(START_SECONDS, settings)
+            self.reusable: bool = lines.receive(START_SECONDS)["per_run_namespaces"]
         except NoReply as failure:
             self._process.kill()
-            said = self._process.communicate()[1].decode(errors="replace").strip()
+            errors = self._process.communicate()[1].decode(errors="replace").strip()
             self.end()
-            why = said.splitlines()[-1] if said else failure
-            raise SandboxError(f"{isolation.name}, which did not start ({why})") from failure
+            reason = errors.splitlines()[-1] if errors else failure
+            raise SandboxError(f"{isolation.name} did not start ({reason})") from failure
         mine.setblocking(True)
 
-    def start(self, module: ModuleType, limits: Mapping[str, int] | None = None) -> Run:
-        """Run ``main(requests, replies)`` of a module that the sandbox has.
+    def start(self, function: Callable[[int, int], None], limits: Mapping[str, int] | None = None) -> SandboxRun:
+        """Start a run: ``function(requests, replies)`` in a fresh process.
 
         Args:
-            module: one of those, or below them.
-            limits: other than the usual ones, by the names of the module resource.
+            function: defined in one of the modules of this sandbox.
+            limits: in place of the default ones, by their names in the module ``resource``.
         """
-        order = json.dumps({"module": module.__name__, "limits": dict(limits or {})}).encode()
+        entry = {"module": function.__module__, "function": function.__name__}
+        order = json.dumps({**entry, "limits": dict(limits or {})}).encode()
         handles: list[int] = []
         try:
             for _ in range(2):
@@ -151,64 +160,66 @@ class Sandbox:
         except OSError as error:
             for handle in handles:
                 os.close(handle)
-            raise SandboxError(f"no pipes for a run ({error})", "a higher limit of open files (ulimit -n)") from error
+            raise SandboxError(
+                f"the pipes of a run cannot be opened ({error})", "Raise the limit of open files (ulimit -n)"
+            ) from error
         requests, to_run, from_run, replies = handles
-        run = Run(from_run, to_run, control)
+        run = SandboxRun(from_run, to_run, control)
         try:
             socket.send_fds(self._orders, [order], [requests, replies, theirs.fileno()])
         except OSError as error:
             run.close()
-            raise SandboxError(f"{self.isolation.name}, which ended ({error})") from error
+            raise SandboxError(f"{self.isolation.name} has ended ({error})") from error
         finally:
             os.close(requests)
             os.close(replies)
             theirs.close()
-        if not (ready(from_run, select.POLLIN, START) and os.read(from_run, 1)):
+        if not (ready(from_run, select.POLLIN, START_SECONDS) and os.read(from_run, 1)):
             run.close()
-            raise SandboxError(f"{self.isolation.name}, in which a run did not start")
+            raise SandboxError(f"a run did not start in {self.isolation.name}")
         return run
 
 
 def best() -> Isolation:
-    """The best walls that hold here; SandboxError if there are none."""
-    found, why = _tried(os.environ.get(DANGER) == "1")
-    if found is None:
+    """The best isolation that works on this machine; SandboxError if there is none."""
+    isolation, reason = _tried(os.environ.get(UNSANDBOXED_VARIABLE) == "1")
+    if isolation is None:
         raise SandboxError(
-            f"model-written code to run, and no sandbox for it ({why})",
-            "apt install bubblewrap (0.8 or newer), on Linux with user namespaces or Landlock; or, if the code may do "
-            f"anything to this machine, --allow_unsandboxed_code ({DANGER}=1)",
+            f"there is no working sandbox for model-written code ({reason})",
+            "On Linux with user namespaces or Landlock, run apt install bubblewrap (0.8 or newer). If the code may do "
+            f"anything to this machine, use --allow_unsandboxed_code ({UNSANDBOXED_VARIABLE}=1)",
         )
-    return found
+    return isolation
 
 
 def status() -> tuple[bool, str, str]:
-    """Whether model-written code can run here, in which sandbox, and why or why not; a program is run to find out."""
-    found, why = _tried(os.environ.get(DANGER) == "1")
-    return found is not None, found.name if found else "none", why
+    """Whether model-written code can run here, the name of the isolation, and the reason. A program is run to check."""
+    isolation, reason = _tried(os.environ.get(UNSANDBOXED_VARIABLE) == "1")
+    return isolation is not None, isolation.name if isolation else "none", reason
 
 
 @functools.cache
-def _tried(danger: bool) -> tuple[Isolation | None, str]:
-    """The first isolation in which a program runs, and why it is that one."""
+def _tried(unsandboxed: bool) -> tuple[Isolation | None, str]:
+    """The first isolation in which a program runs, and the reason for that choice."""
     problems: list[str] = []
-    for isolation in isolations(danger):
+    for isolation in isolations(unsandboxed):
         try:
-            sandbox = Sandbox([probe], isolation)
-            run = sandbox.start(probe)
-            answer = run.lines.ask(START, 6)
+            sandbox = Sandbox([inside], isolation)
+            run = sandbox.start(inside.probe)
+            answer = run.lines.ask(START_SECONDS, 6)
             run.end()
             sandbox.end()
             if answer == 42:
-                return isolation, "; ".join([f"a program ran in it, {isolation.means}", *problems])
-            problems.append(f"{isolation.name}: a program gave a wrong result in it")
+                return isolation, "; ".join([f"a test program ran, {isolation.description}", *problems])
+            problems.append(f"{isolation.name}: the test program gave a wrong result")
         except (InputError, NoReply) as error:
-            problems.append(error.given if isinstance(error, InputError) else f"{isolation.name}: {error}")
+            problems.append(error.problem if isinstance(error, InputError) else f"{isolation.name}: {error}")
     return None, "; ".join(problems)
 
 
 def _process(command: Sequence[str], orders: socket.socket) -> subprocess.Popen[bytes]:
-    """A process that nobody but this one talks to; for root, it is not root's."""
-    who = user()
+    """The server process; it does not run as root if that can be avoided."""
+    user = sandbox_user()
     return subprocess.Popen(
         command,
         env=_ENVIRONMENT,
@@ -218,27 +229,27 @@ def _process(command: Sequence[str], orders: socket.socket) -> subprocess.Popen[
         stderr=subprocess.PIPE,
         bufsize=0,
         start_new_session=True,
-        user=who,
-        group=who,
-        extra_groups=None if who is None else [],
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
     )
 
 
 def _sources(modules: Sequence[ModuleType]) -> list[tuple[str, str]]:
-    """Names and sources of modules, after empty ones for the packages they are in."""
-    found: dict[str, str] = {}
+    """Names and sources of modules, preceded by empty ones for their packages."""
+    sources: dict[str, str] = {}
     for module in modules:
         parts = module.__name__.split(".")
         for i in range(1, len(parts)):
-            found.setdefault(".".join(parts[:i]), "")
+            sources.setdefault(".".join(parts[:i]), "")
         assert module.__file__ is not None
-        found[module.__name__] = Path(module.__file__).read_text()
-    return list(found.items())
+        sources[module.__name__] = Path(module.__file__).read_text()
+    return list(sources.items())
 
 
 def _end(process: subprocess.Popen[bytes], orders: socket.socket, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the process that it belongs to
+        return  # a fork of the owner
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()

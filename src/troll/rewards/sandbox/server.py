@@ -1,10 +1,10 @@
-"""The program inside the sandbox: starts every run in a process of its own, made from one that is warm already.
+"""The server inside the sandbox: it forks a process for every run, so that no run waits for Python to start.
 
-It is run as text in an isolated interpreter and imports nothing of this package. Over a socket it is told once what
-the runs need; then every message is a run, with three file descriptors: to read requests from, to write replies to,
-and a socket that is closed to end the run, and on which the end of the run is said.
+It runs as text in an isolated interpreter and imports nothing of this package. The first message on its socket has
+the settings. Every later message is a run, with three file descriptors: to read requests from, to write replies to,
+and a control socket. Closing the control socket kills the run; how the run ended is sent over it.
 
-This process and the supervisors are trusted, and see nothing that a run writes. A run is not, from ``confine`` on.
+This process and the supervisors are trusted and never read what a run writes. A run is not trusted after ``confine``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import sys
 import types
 from typing import Any, NoReturn
 
-USUAL = """array atexit bisect collections copy datetime decimal fractions functools heapq io itertools math operator
-random re statistics string threading typing"""  # what programs import, imported once
+PRELOADED = """array atexit bisect collections copy datetime decimal fractions functools heapq io itertools math
+operator random re statistics string threading typing"""  # imported once, because programs import them
 NEW_MOUNTS, NEW_IPC, NEW_PIDS = 0x00020000, 0x08000000, 0x20000000
 NO_SETUID, NO_DEVICES = 2, 4
 READ_FILE, READ_FOLDER = 4, 8  # of Landlock
@@ -34,7 +34,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: Any) -> int:
-    """A function of the C library; OSError if it fails."""
+    """Call a function of the C library; OSError if it fails."""
     result: int = getattr(libc, name)(*arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
@@ -53,19 +53,19 @@ class Capabilities(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint32 * 6),)
 
 
-def renew() -> None:
-    """New mounts, with an empty /tmp, and shared memory for this process; new process numbers for those it starts."""
+def new_namespaces() -> None:
+    """New mounts with an empty /tmp and new shared memory for this process, new process numbers for its children."""
     call("unshare", NEW_MOUNTS | NEW_PIDS | NEW_IPC)
     call("mount", b"tmpfs", b"/tmp", b"tmpfs", NO_SETUID | NO_DEVICES, b"size=64m,nr_inodes=1024,mode=1777")
     os.chdir("/tmp")  # the new one
 
 
-def can_renew() -> bool:
-    """Whether that works here; tried in a process that ends."""
+def can_make_namespaces() -> bool:
+    """Whether ``new_namespaces`` works here, tried in a forked process."""
     pid = os.fork()
     if pid == 0:
         try:
-            renew()
+            new_namespaces()
             os._exit(0)
         except OSError:
             os._exit(1)
@@ -73,19 +73,19 @@ def can_renew() -> bool:
 
 
 def tasks() -> int:
-    """How many processes and threads this user has, more or less: the least limit under which there can be one more."""
-    before, most = resource.getrlimit(resource.RLIMIT_NPROC), 64
-    while most < 1 << 22 and not can_fork(most):
-        most *= 2
-    found = most // 2 + 16 * bisect.bisect_left(range(most // 2, most, 16), True, key=can_fork)
+    """About how many processes and threads this user has: the lowest limit under which a fork succeeds."""
+    before, limit = resource.getrlimit(resource.RLIMIT_NPROC), 64
+    while limit < 1 << 22 and not can_fork(limit):
+        limit *= 2
+    count = limit // 2 + 16 * bisect.bisect_left(range(limit // 2, limit, 16), True, key=can_fork)
     resource.setrlimit(resource.RLIMIT_NPROC, before)
-    return found
+    return count
 
 
-def can_fork(most: int) -> bool:
-    """Whether this user, with so many processes and threads at most, can have one more."""
+def can_fork(limit: int) -> bool:
+    """Whether a fork succeeds under this limit of processes and threads."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    resource.setrlimit(resource.RLIMIT_NPROC, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     try:
         pid = os.fork()
     except OSError:
@@ -97,12 +97,12 @@ def can_fork(most: int) -> bool:
 
 
 def confine(limits: dict[str, int], rules: bytes) -> None:
-    """Give up everything that a run does not need, for good."""
-    for name, most in limits.items():
+    """Set the limits, drop all capabilities and install the filter of system calls. None of it can be undone."""
+    for name, limit in limits.items():
         kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
     header, none = Capabilities(), Capabilities()
     header.words[0] = 0x20080522
     call("capset", ctypes.byref(header), ctypes.byref(none))
@@ -112,7 +112,7 @@ def confine(limits: dict[str, int], rules: bytes) -> None:
 
 
 def restrict(listable: list[str], readable: list[str]) -> None:
-    """Landlock: from now on, listing and reading below these paths, and nothing else in the file system."""
+    """Landlock: from now on, only list and read below these paths."""
     version = call("syscall", 444, None, 0, 1)
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     handled = (ctypes.c_uint64 * 3)(files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
@@ -129,7 +129,7 @@ def restrict(listable: list[str], readable: list[str]) -> None:
 
 
 def load(modules: list[list[str]]) -> None:
-    """Make modules from their names and sources, so that runs can import them."""
+    """Create modules from their names and sources, so that runs can import them."""
     for name, source in modules:
         module = types.ModuleType(name)
         module.__path__ = []
@@ -137,67 +137,69 @@ def load(modules: list[list[str]]) -> None:
         exec(compile(source, name, "exec"), module.__dict__)
 
 
-def supervise(order: dict[str, Any], told: dict[str, Any], requests: int, replies: int, control: socket.socket) -> None:
-    """One run, from its start to its end."""
+def supervise(
+    order: dict[str, Any], settings: dict[str, Any], requests: int, replies: int, control: socket.socket
+) -> None:
+    """Start a run, wait for its end or for the control socket to close, and send how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if told["renew"]:
-        renew()
+    if settings["per_run_namespaces"]:
+        new_namespaces()
     pid = os.fork()
     if pid == 0:
-        perform(order, told, requests, replies)
+        perform(order, settings, requests, replies)
     os.close(requests)
     os.close(replies)
-    watched: list[Any] = [os.pidfd_open(pid), control]
-    if watched[0] not in select.select(watched, [], [])[0]:
+    process: Any = os.pidfd_open(pid)
+    if process not in select.select([process, control], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    said = {"status": status, "seconds": usage.ru_utime + usage.ru_stime, "kilobytes": usage.ru_maxrss}
-    control.send(json.dumps(said).encode())
+    ending = {"status": status, "seconds": usage.ru_utime + usage.ru_stime, "kilobytes": usage.ru_maxrss}
+    control.send(json.dumps(ending).encode())
 
 
-def perform(order: dict[str, Any], told: dict[str, Any], requests: int, replies: int) -> NoReturn:
-    """The run itself: the ``main`` of its module, in a confined process."""
+def perform(order: dict[str, Any], settings: dict[str, Any], requests: int, replies: int) -> NoReturn:
+    """The run: confine this process and call the function that was ordered."""
     try:
         call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         os.setsid()
         for stream in (1, 2):
-            os.dup2(0, stream)  # nowhere
-        os.dup2(requests, 3)  # which is no larger than either of them, so nothing is lost
+            os.dup2(0, stream)  # /dev/null
+        os.dup2(requests, 3)  # requests ≥ 3 and replies > 3, so neither is overwritten
         os.dup2(replies, 4)
         os.closerange(5, 256)
-        confine({**told["limits"], **order["limits"]}, told["filter"])
-        os.write(4, b"\n")  # from here on, what goes wrong is the run's doing
-        sys.modules[order["module"]].main(3, 4)
+        confine({**settings["limits"], **order["limits"]}, settings["filter"])
+        os.write(4, b"\n")  # the run has started: later failures are its own
+        getattr(sys.modules[order["module"]], order["function"])(3, 4)
         os._exit(0)
     finally:
         os._exit(1)
 
 
 def main() -> None:
-    """Serve until there are no more messages."""
+    """Serve until the socket is closed."""
     orders = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.close(nowhere)
-    heard = b""
-    while not heard.endswith(b"\n"):
-        heard += orders.recv(1 << 16)
-    told = json.loads(heard)
-    told["filter"] = base64.b64decode(told["filter"])
+    received = b""
+    while not received.endswith(b"\n"):
+        received += orders.recv(1 << 16)
+    settings = json.loads(received)
+    settings["filter"] = base64.b64decode(settings["filter"])
     call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    for name in USUAL.split():
+    for name in PRELOADED.split():
         __import__(name)
-    load(told["modules"])
-    if told["readable"]:
-        told["limits"]["RLIMIT_NPROC"] += tasks()  # the user has others
-        restrict(told["listable"], told["readable"])
-    told["renew"] = told["renew"] and can_renew()
-    call("prctl", SET_DUMPABLE, 0, 0, 0, 0)  # no run can look into this process
+    load(settings["modules"])
+    if settings["readable"]:
+        settings["limits"]["RLIMIT_NPROC"] += tasks()  # the limit counts all processes of the user
+        restrict(settings["listable"], settings["readable"])
+    settings["per_run_namespaces"] = settings["per_run_namespaces"] and can_make_namespaces()
+    call("prctl", SET_DUMPABLE, 0, 0, 0, 0)  # no run can inspect this process
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    orders.send(json.dumps({"renews": told["renew"]}).encode() + b"\n")
+    orders.send(json.dumps({"per_run_namespaces": settings["per_run_namespaces"]}).encode() + b"\n")
     while True:
         message, handles, _, _ = socket.recv_fds(orders, 1 << 16, 3)
         if not message:
@@ -206,7 +208,7 @@ def main() -> None:
             try:
                 orders.close()
                 requests, replies, control = handles
-                supervise(json.loads(message), told, requests, replies, socket.socket(fileno=control))
+                supervise(json.loads(message), settings, requests, replies, socket.socket(fileno=control))
             finally:
                 os._exit(0)
         for handle in handles:

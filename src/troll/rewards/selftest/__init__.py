@@ -1,1 +1,1 @@
-"""Attacks on the rewards, to be tried on one's own machine."""
+"""Attacks on the rewards and the sandbox, to run on your own machine."""

@@ -1,4 +1,4 @@
-"""What an attack is, and the few functions that all of them share."""
+"""The definition of an attack, and the helper functions that all attack programs share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Category = Literal["resources", "theft", "escape", "hack"]
 PRELUDE = '''
 import ctypes, os, socket, struct, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
-libc.prctl(15, scene["mark"].encode(), 0, 0, 0)  # a name, by which it is seen from outside
+libc.prctl(15, scene["mark"].encode(), 0, 0, 0)  # a process name, to find it from outside
 def tried(*ways):
-    """What the first way gets that gets anything."""
+    """The result of the first way that gets anything."""
     for way in ways:
         try:
             got = way()
@@ -25,11 +25,11 @@ def read(path):
     with open(path, "rb") as file:
         return file.read(4096).decode(errors="replace")
 def done(name, *arguments):
-    """Whether a function of the C library, or a system call by its number, does what it is asked."""
+    """Whether a function of the C library, or a system call given by its number, succeeds."""
     call = libc.syscall if isinstance(name, int) else getattr(libc, name)
     return call(*((name,) if isinstance(name, int) else ()), *arguments) >= 0 and f"{name} was allowed"
 def reached(name, *arguments):
-    """Whether the kernel looks at what it is asked, though it is nonsense, and does not just forbid it."""
+    """Whether the kernel looks at the (invalid) arguments of a call, so that the call is not forbidden."""
     ctypes.set_errno(0)
     return done(name, *arguments) or ctypes.get_errno() not in (1, 38) and f"{name} was not forbidden"
 def number(x86, arm):
@@ -39,23 +39,23 @@ def number(x86, arm):
 
 @dataclass(frozen=True)
 class Attack:
-    """A program that tries one thing.
+    """A program that attempts one attack.
 
     Attributes:
         name: short and unique.
-        category: what it is after.
-        says: one sentence, what it tries.
-        program: defines ``attack()``, which returns what it got: anything that is true is a success. ``scene`` says
-            where things are. Where there are tests, it defines ``f`` instead, and the judge is what is attacked.
-        tests: that the program must not pass, and on which there must be a verdict.
-        runs: how often it runs, one after the other in the same sandbox; ``scene["turn"]`` counts.
-        seconds: on the clock.
-        known: names of isolations in which it is known to succeed; "root" where root runs it as root.
+        category: the target.
+        description: one sentence.
+        program: defines ``attack()``, which returns what it got; any true value is a success. The dict ``scene`` has
+            the paths and addresses of the targets. With ``tests``, it defines ``f`` instead and attacks the judge.
+        tests: the program must not pass them, and there must be a verdict.
+        runs: number of runs, one after the other in the same sandbox; ``scene["turn"]`` counts them.
+        seconds: wall time.
+        known: names of the isolations in which it is known to succeed; "root" if it succeeds as root.
     """
 
     name: str
     category: Category
-    says: str
+    description: str
     program: str
     tests: tuple[str, ...] = ()
     runs: int = 1
@@ -64,5 +64,5 @@ class Attack:
 
 
 def body(code: str) -> str:
-    """A program whose ``attack()`` is this."""
+    """A program with this body of ``attack()``."""
     return PRELUDE + "def attack():\n" + indent(dedent(code).strip("\n"), "    ") + "\n"

@@ -1,4 +1,4 @@
-"""Attacks on the walls: what is outside is changed, or privileges are gained."""
+"""Attacks on the isolation: they change files and processes outside the sandbox, or gain privileges."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from troll.rewards.selftest.attack import Attack, body
 
 
-def _attack(name: str, says: str, code: str, **options: Any) -> Attack:
-    return Attack(name, "escape", says, body(code), **options)
+def _attack(name: str, description: str, code: str, **options: Any) -> Attack:
+    return Attack(name, "escape", description, body(code), **options)
 
 
 FILES = (

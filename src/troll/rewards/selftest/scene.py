@@ -1,4 +1,4 @@
-"""What is outside of the sandbox to be stolen or hurt, and whether it was. Every secret is random."""
+"""The targets of the attacks outside the sandbox, and how harm to them and the use of resources are detected."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,20 +24,20 @@ State = dict[str, tuple[int, int, int, bytes]]
 
 
 class Scene:
-    """A folder, a home, an environment variable, an open descriptor, shared memory, sockets that listen, and a process.
+    """The targets: a folder, a home, an environment variable, an open descriptor, shared memory, sockets and a process.
 
-    All of them belong to the user of the sandbox, or are open to everybody: nothing but walls keeps a program away.
-    ``facts`` says where they are, and not what is in them.
+    All of them belong to the user of the sandbox or are open to every user, so that only the sandbox protects them.
+    ``facts`` has their paths and addresses, not the secret. The secret is random.
     """
 
     def __enter__(self) -> Scene:
         self.secret = SIGN + secrets.token_hex(16)
         self.mark = "troll-" + secrets.token_hex(4)
-        self._user = isolation.user()
+        self._user = isolation.sandbox_user()
         with contextlib.ExitStack() as stack:
             self.folder = Path(tempfile.mkdtemp(prefix="troll-scene-"))
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            self._lay()
+            self._write_files()
             self._environment(stack)
             self._listen(stack)
             handle = os.open(self.folder / "file", os.O_RDONLY)
@@ -46,7 +47,7 @@ class Scene:
             self._start()
             stack.callback(self._stop)
             self._stack = stack.pop_all()
-        self._state = self._look()
+        self._state = self._files()
         return self
 
     def __exit__(
@@ -56,7 +57,7 @@ class Scene:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a program is told."""
+        """The paths and addresses that an attack program gets."""
         files = {
             name: str(self.folder / name) for name in ("file", "own", "open", "home", "link", "socket", "socket-d")
         }
@@ -72,23 +73,22 @@ class Scene:
         }
 
     def harm(self) -> list[str]:
-        """What has happened since it was last asked; and all is made good again."""
-        found = [f"a message came by {name}" for name in self._received()]
-        if (state := self._look()) != self._state:
+        """The changes since the last call, one sentence each. Everything is restored."""
+        harm = [f"a message arrived by {name}" for name in self._received()]
+        if (state := self._files()) != self._state:
             paths = sorted(
                 path for path in state.keys() | self._state.keys() if state.get(path) != self._state.get(path)
             )
-            found.append(f"these files have changed: {', '.join(paths)}")
-            self._lay()
-            self._state = self._look()
+            harm.append(f"these files have changed: {', '.join(paths)}")
+            self._write_files()
+            self._state = self._files()
         if not self._answers():
-            found.append("a process was killed")
+            harm.append("a process was killed")
             self._stop()
             self._start()
-        return found
+        return harm
 
-    def _lay(self) -> None:
-        """The files."""
+    def _write_files(self) -> None:
         for folder in ("open", "home", "home/.ssh", "home/.cache", "home/.cache/huggingface"):
             if folder == "open":
                 shutil.rmtree(self.folder / folder, ignore_errors=True)
@@ -104,15 +104,15 @@ class Scene:
             if not path.is_symlink():
                 path.chmod(0o777 if path.name.startswith(("open", "socket")) else 0o755 if path.is_dir() else 0o644)
 
-    def _look(self) -> State:
-        found = {}
+    def _files(self) -> State:
+        files = {}
         for path in [self.folder, *self.folder.rglob("*")]:
             with contextlib.suppress(FileNotFoundError):
                 seen = path.lstat()
                 text = path.read_bytes() if path.is_file() else b""
                 place = str(path.relative_to(self.folder))
-                found[place] = (seen.st_mode, seen.st_uid, 0 if path.is_dir() else seen.st_mtime_ns, text)
-        return found
+                files[place] = (seen.st_mode, seen.st_uid, 0 if path.is_dir() else seen.st_mtime_ns, text)
+        return files
 
     def _environment(self, stack: contextlib.ExitStack) -> None:
         for name, value in (("HF_TOKEN", self.secret), ("HOME", str(self.folder / "home"))):
@@ -147,18 +147,18 @@ class Scene:
             (self.folder / name).chmod(0o777)
 
     def _received(self) -> list[str]:
-        found = []
+        names = []
         for name, listening in self._sockets.items():
             with contextlib.suppress(BlockingIOError):
                 if listening.type == socket.SOCK_STREAM:
                     listening.accept()[0].close()
                 else:
                     listening.recv(100)
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def _shared(self, stack: contextlib.ExitStack) -> None:
-        """Shared memory of both kinds, with the secret in it."""
+        """Create System V and POSIX shared memory that contain the secret."""
         libc = ctypes.CDLL(None)
         libc.shmat.restype = ctypes.c_void_p
         segment = libc.shmget(0, 4096, 0o1666)
@@ -179,7 +179,7 @@ class Scene:
         )
         code = "import sys\nfor _ in sys.stdin: print(flush=True)"
         self._victim = subprocess.Popen(
-            [isolation.python(), "-I", "-S", "-c", code],
+            [isolation.sandbox_python(), "-I", "-S", "-c", code],
             cwd=self.folder,
             env={"HF_TOKEN": self.secret},
             stdin=subprocess.PIPE,
@@ -190,17 +190,17 @@ class Scene:
         self._answers()
 
     def _answers(self) -> bool:
-        """Whether the process does: one that was killed never does again, though it may take a while to end."""
-        asked, answers = self._victim.stdin, self._victim.stdout
-        assert asked is not None
-        assert answers is not None
+        """Whether the process answers. A killed process never does, though it may take a while to disappear."""
+        requests, replies = self._victim.stdin, self._victim.stdout
+        assert requests is not None
+        assert replies is not None
         with contextlib.suppress(BrokenPipeError):
-            asked.write(b"\n")
-        return bool(select.select([answers], [], [], 60)[0] and answers.read(1))
+            requests.write(b"\n")
+        return bool(select.select([replies], [], [], 60)[0] and replies.read(1))
 
     def _stop(self) -> None:
         self._victim.kill()
-        with self._victim:  # closes its pipes and waits
+        with self._victim:  # close its pipes and wait
             pass
 
 
@@ -209,3 +209,39 @@ def _restore(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+def usage(mark: str) -> list[tuple[int, int]]:
+    """The threads and the memory in kilobytes of each running process with this name."""
+    processes = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if path.read_text().strip() == mark:
+                lines = path.with_name("status").read_text().splitlines()
+                status = dict(line.split(":", 1) for line in lines if ":" in line)
+                if "VmRSS" in status:  # not so if the process has ended
+                    processes.append((int(status["Threads"]), int(status["VmRSS"].split()[0])))
+    return processes
+
+
+class UsageMonitor:
+    """A context manager that records the peak threads and memory of all processes with a name."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark, self._over = mark, threading.Event()
+        self.threads = self.kilobytes = 0
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> UsageMonitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.05):
+            processes = usage(self._mark)
+            self.threads = max(self.threads, sum(threads for threads, _ in processes))
+            self.kilobytes = max(self.kilobytes, sum(kilobytes for _, kilobytes in processes))

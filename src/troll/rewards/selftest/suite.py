@@ -1,44 +1,48 @@
-"""Runs the attacks on this machine and says which held: none, if the sandbox is as it should be.
+"""Runs the attacks on this machine and reports against which the sandbox held.
 
-Success is what an attack brings back, or what is seen outside: a message, a changed file, a process that was killed or
-that outlived its run, too many threads, too much memory, a verdict that was not earned, or no verdict. And after every
-attack an honest program has to pass in the same worker.
+An attack succeeds if it returns something, or if something is detected outside: a message, a changed file, a killed
+process, a process that outlived its run, too many threads, too much memory, an undeserved verdict, or no verdict.
+After every attack an honest program must pass in the same worker.
+
+    python -m troll.rewards.selftest.suite [--isolation NAME] [--json] [--list] [ATTACK …]
+
+runs them, as ``troll doctor --attack`` does.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from troll.errors import InputError
-from troll.rewards.inside import calls
 from troll.rewards.judge import CodeWorker, Job
 from troll.rewards.problems import Problem, read_problem
-from troll.rewards.sandbox import Isolation, SandboxError, best
-from troll.rewards.sandbox import isolation as walls
+from troll.rewards.sandbox import Isolation, SandboxError, best, inside, isolations
+from troll.rewards.sandbox import isolation as isolation_module
 from troll.rewards.selftest.attack import Attack, Category
 from troll.rewards.selftest.escape import ESCAPE
 from troll.rewards.selftest.hacks import CALLS, CHECK, HACKS, STDIN, Hack
-from troll.rewards.selftest.replies import REPLIES
-from troll.rewards.selftest.resources import MANY, RESOURCES
-from troll.rewards.selftest.scene import Scene
+from troll.rewards.selftest.resources import MAX_THREADS, RESOURCES
+from troll.rewards.selftest.scene import Scene, UsageMonitor, usage
 from troll.rewards.selftest.theft import THEFT
-from troll.rewards.selftest.usage import Watch, marked
-from troll.rewards.workers.lines import NoReply
 from troll.rewards.workers.pool import WorkerFailed
+from troll.rewards.workers.process import NoReply
 
-MEMORY = 1400 << 10  # kilobytes, which is more than a run may have
-GRACE = 5.0  # seconds that a worker may take beyond those of its job
+MAX_KILOBYTES = 1400 << 10  # more than a run may have
+GRACE_SECONDS = 5.0  # that a worker may take beyond the deadline of its job
 HONEST = """
 import os, threading
 def work():
     try:
         os.write(os.open("/tmp", os.O_TMPFILE | os.O_RDWR), bytes(1 << 20))
     except PermissionError:
-        pass  # with Landlock there is no place to write to
+        pass  # with Landlock nothing can be written
     done.append(bytes(100 << 20))
 done = []
 def f(x):
@@ -47,22 +51,22 @@ def f(x):
     thread.join()
     return x * x * len(done) // len(done)
 """
-ATTACKS: tuple[Attack, ...] = (*RESOURCES, *REPLIES, *THEFT, *ESCAPE)
+ATTACKS: tuple[Attack, ...] = (*RESOURCES, *THEFT, *ESCAPE)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of an attack.
+    """The result of an attack.
 
     Attributes:
-        held: it got nothing, and did nothing.
-        known: it is known that it does not hold here.
-        detail: what it got or did.
+        held: the attack got nothing and changed nothing.
+        known: a success in this isolation is a known limit.
+        detail: what the attack got or changed.
     """
 
     name: str
     category: Category
-    says: str
+    description: str
     held: bool
     known: bool
     detail: str
@@ -70,16 +74,16 @@ class Result:
 
 
 def names() -> list[str]:
-    """Of all attacks, in their order."""
+    """The names of all attacks, in their order."""
     return [attack.name for attack in _all()]
 
 
 def run(isolation: Isolation | None = None, only: Iterable[str] | None = None) -> Iterator[Result]:
-    """Make the attacks, one after the other.
+    """Run the attacks one after the other.
 
     Args:
-        isolation: the walls to try; the best there are if not given.
-        only: names of attacks; all if not given.
+        isolation: default the best one that works here.
+        only: names of attacks; default all.
     """
     isolation, chosen = isolation or best(), _chosen(only)
     with Scene() as scene:
@@ -87,22 +91,22 @@ def run(isolation: Isolation | None = None, only: Iterable[str] | None = None) -
         try:
             for attack in chosen:
                 began = time.monotonic()
-                found = [*_made(worker, attack, scene), *scene.harm()]
-                if not _good(worker):
-                    found.append("an honest program did not pass after it")
+                effects = [*_attacked(worker, attack, scene), *scene.harm()]
+                if not _honest_passes(worker):
+                    effects.append("an honest program did not pass after it")
                     worker.end()
                     worker = CodeWorker(isolation)
-                known = isolation.name in attack.known or ("root" in attack.known and _root())
-                detail = "".join(letter if letter.isprintable() else "?" for letter in "; ".join(found)[:300])
+                known = isolation.name in attack.known or ("root" in attack.known and _as_root())
+                detail = "".join(letter if letter.isprintable() else "?" for letter in "; ".join(effects)[:300])
                 seconds = time.monotonic() - began
-                yield Result(attack.name, attack.category, attack.says, not found, known, detail, seconds)
+                yield Result(attack.name, attack.category, attack.description, not effects, known, detail, seconds)
         finally:
             worker.end()
 
 
 def _all() -> list[Attack]:
-    found: list[Attack] = [*ATTACKS, *map(_hack, HACKS)]
-    return sorted(found, key=lambda attack: get_args(Category).index(attack.category))
+    attacks: list[Attack] = [*ATTACKS, *map(_hack, HACKS)]
+    return sorted(attacks, key=lambda attack: get_args(Category).index(attack.category))
 
 
 def _chosen(only: Iterable[str] | None) -> list[Attack]:
@@ -110,17 +114,18 @@ def _chosen(only: Iterable[str] | None) -> list[Attack]:
     unknown = sorted(set(wanted or ()) - set(names()))
     if unknown:
         raise InputError(
-            f"the attacks {', '.join(unknown)}", "names of attacks", "python -m troll.rewards.selftest --list"
+            f"there is no attack named {', '.join(unknown)}",
+            "python -m troll.rewards.selftest.suite --list prints the names",
         )
     return [attack for attack in _all() if wanted is None or attack.name in wanted]
 
 
 def _hack(hack: Hack) -> Attack:
-    return Attack(hack.name, "hack", hack.trick, hack.program, (hack.kind,), seconds=1.5)
+    return Attack(hack.name, "hack", hack.description, hack.program, (hack.kind,), seconds=1.5)
 
 
 def _problems(attack: Attack) -> list[Problem]:
-    """What the program of an attack on the judge must not solve."""
+    """The problems that the program of an attack on the judge must not solve."""
     if attack.tests == ("stdin",):
         return [read_problem({"inputs": [given for given, _ in STDIN], "outputs": [printed for _, printed in STDIN]})]
     if attack.tests == ("function",):
@@ -131,20 +136,20 @@ def _problems(attack: Attack) -> list[Problem]:
     return [read_problem(list(attack.tests))]
 
 
-def _made(worker: CodeWorker, attack: Attack, scene: Scene) -> Iterator[str]:
-    """Make an attack; what came of it."""
+def _attacked(worker: CodeWorker, attack: Attack, scene: Scene) -> Iterator[str]:
+    """Run an attack and yield its effects."""
     if attack.tests:
         for problem in _problems(attack):
             yield from _judged(worker, Job(attack.program, problem, attack.seconds))
         return
-    with Watch(scene.mark) as watch:
+    with UsageMonitor(scene.mark) as monitor:
         for turn in range(attack.runs):
             yield from _ran(worker, attack, {**scene.facts, "turn": turn})
-    if watch.tasks > MANY:
-        yield f"it had {watch.tasks} threads"
-    if watch.kilobytes > MEMORY:
-        yield f"it had {watch.kilobytes >> 10} MB"
-    if marked(scene.mark):
+    if monitor.threads > MAX_THREADS:
+        yield f"it had {monitor.threads} threads"
+    if monitor.kilobytes > MAX_KILOBYTES:
+        yield f"it had {monitor.kilobytes >> 10} MB"
+    if usage(scene.mark):
         yield "a process outlived its run"
 
 
@@ -157,15 +162,15 @@ def _judged(worker: CodeWorker, job: Job) -> Iterator[str]:
         yield f"there is no verdict ({failure})"
     except Exception as error:
         yield f"the judge failed ({type(error).__name__}: {error})"
-    if time.monotonic() - began > job.seconds + GRACE:
-        yield "the judge was held up"
+    if time.monotonic() - began > job.seconds + GRACE_SECONDS:
+        yield "the judge was delayed"
 
 
 def _ran(worker: CodeWorker, attack: Attack, facts: dict[str, Any]) -> Iterator[str]:
     try:
-        run = worker.start(calls)
+        run = worker.start(inside.serve_calls)
     except SandboxError as error:
-        yield f"no run could be started ({error.given})"
+        yield f"no run could be started ({error.problem})"
         return
     try:
         run.lines.ask(attack.seconds, {"run": f"scene = {facts!r}\n{attack.program}"})
@@ -177,10 +182,10 @@ def _ran(worker: CodeWorker, attack: Attack, facts: dict[str, Any]) -> Iterator[
     try:
         run.end()
     except SandboxError as error:
-        yield error.given
+        yield error.problem
 
 
-def _good(worker: CodeWorker) -> bool:
+def _honest_passes(worker: CodeWorker) -> bool:
     """Whether an honest program passes."""
     try:
         return worker.do(Job(HONEST, read_problem(["assert f(3) == 9", "assert 3 < f(2) < 5"]))).status == "pass"
@@ -188,5 +193,30 @@ def _good(worker: CodeWorker) -> bool:
         return False
 
 
-def _root() -> bool:
-    return os.geteuid() == 0 and walls.user() is None
+def _as_root() -> bool:
+    return os.geteuid() == 0 and isolation_module.sandbox_user() is None
+
+
+def main() -> int:
+    """Print a line per attack; return 1 if an attack succeeded that is not a known limit."""
+    known = {isolation.name: isolation for isolation in isolations()}
+    parser = argparse.ArgumentParser("python -m troll.rewards.selftest.suite", description=main.__doc__)
+    parser.add_argument("--isolation", choices=known, help="the isolation to attack (default: the best one)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--list", action="store_true", help="only print the names of the attacks")
+    parser.add_argument("names", nargs="*", help="attacks to run (default: all)")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(names()))
+        return 0
+    bad = 0
+    for result in run(known.get(options.isolation), options.names or None):
+        bad += not (result.held or result.known)
+        verdict = "held" if result.held else "known" if result.known else "SUCCEEDED"
+        line = f"{result.category:10} {result.name:36} {verdict:10} {result.seconds:5.1f} s  {result.detail}"
+        print(json.dumps(asdict(result)) if options.json else line.rstrip(), flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

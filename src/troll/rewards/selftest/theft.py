@@ -1,4 +1,4 @@
-"""Attacks on secrets: files, environment, other processes; and ways to send them out."""
+"""Attacks on secrets in files, the environment and other processes, and ways to send them out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from troll.rewards.selftest.attack import Attack, body
 
 
-def _attack(name: str, says: str, code: str, **options: Any) -> Attack:
-    return Attack(name, "theft", says, body(code), **options)
+def _attack(name: str, description: str, code: str, **options: Any) -> Attack:
+    return Attack(name, "theft", description, body(code), **options)
 
 
 _LANDLOCK = frozenset({"landlock"})
@@ -232,8 +232,8 @@ a.sendto(scene["token"].encode(), {address})
 """
 
 
-def _send(name: str, says: str, family: str, kind: str, address: str) -> Attack:
-    return _attack(name, says, _SEND.format(family=f"socket.AF_{family}", kind=kind, address=address))
+def _send(name: str, description: str, family: str, kind: str, address: str) -> Attack:
+    return _attack(name, description, _SEND.format(family=f"socket.AF_{family}", kind=kind, address=address))
 
 
 WAYS_OUT = (

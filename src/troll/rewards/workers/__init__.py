@@ -1,7 +1,6 @@
-"""Processes apart from this one: asked over pipes, killed when they are too slow, kept busy by a pool."""
+"""Worker processes: asked over pipes, killed at their deadline, and a pool that keeps one busy per core."""
 
-from troll.rewards.workers.conversation import Conversation
-from troll.rewards.workers.lines import NoReply
 from troll.rewards.workers.pool import Pool, PoolError, Worker, WorkerFailed, cores
+from troll.rewards.workers.process import NoReply, WorkerProcess
 
-__all__ = ["Conversation", "NoReply", "Pool", "PoolError", "Worker", "WorkerFailed", "cores"]
+__all__ = ["NoReply", "Pool", "PoolError", "Worker", "WorkerFailed", "WorkerProcess", "cores"]

@@ -1,8 +1,7 @@
-"""Workers that each do one job at a time, as many as there are cores, shared by all threads of a process.
+"""A pool of workers, one per core, shared by all threads of a process. Each worker does one job at a time.
 
-Jobs are taken as fast as they are done: a few per worker wait, so they may come from a generator that makes them one by
-one. A failure of a worker is no result of its job, which goes to a new worker; a job on which every try failed so has
-the result None.
+Jobs may come from a generator: only a few per worker are taken in advance. If a worker fails, its job goes to a new
+worker. After the last failed attempt the result of the job is None.
 """
 
 from __future__ import annotations
@@ -23,40 +22,41 @@ J = TypeVar("J")
 R = TypeVar("R")
 J_contra = TypeVar("J_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
-_ROOM = 3  # jobs per worker that wait or are being done
+_QUEUED = 3  # jobs per worker that wait or are being done
 _PAUSE = 0.1  # seconds before a job is tried again, doubled each time
-_WINDOW, _ENOUGH, _FAILURES, _SHARE = 200, 20, 3, 0.05  # the last jobs; when to judge; how many failures are too many
+_WINDOW = 200  # the last jobs, of which at most _MAX_SHARE may fail
+_MIN_JOBS, _MIN_FAILURES, _MAX_SHARE = 20, 3, 0.05
 
 
 class WorkerFailed(Exception):  # noqa: N818, not an error of the job
-    """The worker failed, not the job: there is no verdict on the job."""
+    """The worker failed, not the job: nothing is known about the job."""
 
 
 class PoolError(InputError):
-    """Too many jobs have no result, because their workers fail."""
+    """Too many jobs have no result because their workers failed."""
 
 
 class Worker(Protocol[J_contra, R_co]):
-    """Does one job at a time, not always from the same thread. ``do`` raises WorkerFailed if the worker is to blame."""
+    """Does one job at a time, from changing threads. ``do`` raises WorkerFailed if the worker failed, not the job."""
 
     def do(self, job: J_contra, /) -> R_co: ...  # noqa: D102
     def end(self) -> None: ...  # noqa: D102
 
 
 def cores() -> int:
-    """How many cores a process may keep busy: its own share, where several trainers run on this machine."""
+    """The number of usable cores, divided by the number of trainer processes on this machine (LOCAL_WORLD_SIZE)."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, usable // max(1, int(beside) if beside.isdecimal() else 1))
+    trainers = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, usable // max(1, int(trainers) if trainers.isdecimal() else 1))
 
 
 class Pool(Generic[J, R]):
-    """Workers, started when there is a job for them, ended with the pool or the interpreter. A fork has its own.
+    """A pool of workers. They start with the first jobs and end with the pool or the interpreter; a fork has new ones.
 
     Args:
-        start: makes a worker, or raises ``WorkerFailed``, ``OSError`` or ``InputError``.
-        size: most workers at a time; ``cores()`` where nothing is said.
-        tries: how often a job is given to a worker before it counts as failed.
+        start: returns a worker, or raises ``WorkerFailed``, ``OSError`` or ``InputError``.
+        size: maximal number of workers; default ``cores()``.
+        tries: attempts per job.
         name: of the threads, and in errors.
     """
 
@@ -66,60 +66,60 @@ class Pool(Generic[J, R]):
         self.size = cores() if size is None else size
         for option, value in (("size", self.size), ("tries", tries)):
             if value < 1:
-                raise InputError(f"{option}={value} of the {name} pool", "at least 1", f"leaving {option} out")
+                raise InputError(f"{option} of the {name} pool must be at least 1, got {value}", f"Omit {option}")
         self._start, self._tries, self._name = start, tries, name
         self._begin()
         _POOLS.add(self)
 
     def _begin(self) -> None:
-        """Threads, workers and locks of this process."""
+        """Create the threads, locks and the list of workers for this process."""
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix=self._name)
-        self._room = threading.Semaphore(_ROOM * self.size)
+        self._slots = threading.Semaphore(_QUEUED * self.size)
         self._idle: list[Worker[J, R]] = []
         self._failed: deque[bool] = deque(maxlen=_WINDOW)
         self._started = False
         self._end = weakref.finalize(self, _end_all, self._idle, os.getpid())
 
     def map(self, jobs: Iterable[J]) -> list[R | None]:
-        """The results, in the order of the jobs; None where no worker could do the job.
+        """The results in the order of the jobs; None for a job that no worker could do.
 
         Raises:
             PoolError: more than 5 % of the last 200 jobs of this pool ended as None (at least 3, of at least 20).
-            InputError: of ``start``, where no worker has ever started.
-            Exception: of a job; what else was to be done for this call is dropped.
+            InputError: from ``start``, if no worker has ever started.
+            Exception: from a job; the remaining jobs of this call are dropped.
         """
-        found: list[Future[R | None]] = []
+        futures: list[Future[R | None]] = []
         broken = threading.Event()
 
-        def done(job: Future[R | None], room: threading.Semaphore = self._room) -> None:
-            room.release()
+        def done(job: Future[R | None], slots: threading.Semaphore = self._slots) -> None:
+            slots.release()
             if not job.cancelled() and job.exception() is not None:
                 broken.set()
 
         try:
             for job in jobs:
-                self._room.acquire()
+                self._slots.acquire()
                 try:
-                    found.append(self._threads.submit(self._done, job))
+                    futures.append(self._threads.submit(self._run, job))
                 except BaseException:
-                    self._room.release()
+                    self._slots.release()
                     raise
-                found[-1].add_done_callback(done)
+                futures[-1].add_done_callback(done)
                 if broken.is_set():
                     break
-            return [future.result() for future in found]
+            return [future.result() for future in futures]
         except BaseException:
-            for future in found:
+            for future in futures:
                 future.cancel()
             raise
 
     def close(self) -> None:
-        """End the workers, once they have done what they are doing. A map under way raises, and so does a later one."""
+        """End the workers after their current jobs. A ``map`` that is running raises, and so does a later one."""
         self._threads.shutdown(cancel_futures=True)
         self._end()
 
-    def _done(self, job: J) -> R | None:
-        """A job from its first try to its last."""
+    def _run(self, job: J) -> R | None:
+        """The result of a job, after up to ``tries`` attempts."""
         for tried in range(self._tries):
             time.sleep(_PAUSE * 2 ** (tried - 1) if tried else 0)
             try:
@@ -141,7 +141,7 @@ class Pool(Generic[J, R]):
                 self._failed.append(False)
                 return result
         self._failed.append(True)
-        self._judge(failure)
+        self._check_failures(failure)
         return None
 
     def _worker(self) -> Worker[J, R]:
@@ -151,13 +151,12 @@ class Pool(Generic[J, R]):
         self._started = True
         return worker
 
-    def _judge(self, failure: Exception) -> None:
-        seen = list(self._failed)
-        if len(seen) >= _ENOUGH and sum(seen) >= _FAILURES and sum(seen) > _SHARE * len(seen):
+    def _check_failures(self, failure: Exception) -> None:
+        recent = list(self._failed)
+        if len(recent) >= _MIN_JOBS and sum(recent) >= _MIN_FAILURES and sum(recent) > _MAX_SHARE * len(recent):
             raise PoolError(
-                f"{sum(seen)} of the last {len(seen)} jobs of the {self._name} pool without a result ({failure})",
-                f"workers that fail for at most {_SHARE:.0%} of the jobs",
-                "troll doctor, which says what is missing",
+                f"{sum(recent)} of the last {len(recent)} jobs of the {self._name} pool have no result ({failure})",
+                "Run troll doctor, which checks what they need",
             ) from failure
 
 

@@ -109,7 +109,7 @@ def test_a_job_no_worker_can_do_has_no_result(pool, log):
 def test_too_many_failures_end_the_run(pool):
     assert pool.map([1] * 200 + ["fail"] * 10).count(None) == 10  # of the last 200: not more than 5 %
     assert pool.map([1] * 200) == [1] * 200
-    with pytest.raises(PoolError, match=r"of the reward pool without a result .it broke.*troll doctor"):
+    with pytest.raises(PoolError, match=r"of the reward pool have no result .it broke.*troll doctor"):
         pool.map(["fail"] * 11)
     assert pool.map([1] * 200) == [1] * 200  # it can recover
     assert pool.map(["fail"]) == [None]
@@ -123,7 +123,7 @@ def test_a_few_failures_at_the_start_are_not_judged(pool):
 
 def test_a_worker_that_cannot_start_is_said_at_once():
     def start():
-        raise InputError("no bubblewrap", "it", "apt install bubblewrap")
+        raise InputError("bubblewrap is missing", "Run apt install bubblewrap")
 
     pool = Pool(start, size=2)
     with pytest.raises(InputError, match="apt install bubblewrap"):
@@ -141,7 +141,7 @@ def test_a_start_that_fails_later_is_tried_again(log):
 
     pool = Pool(start, size=1)
     assert pool.map([1]) == [1]
-    fails += [InputError("a", "b", "c"), OSError("no process")]
+    fails += [InputError("a", "b"), OSError("no process")]
 
     def break_once():
         if log.count("end"):
