@@ -275,13 +275,13 @@ def test_sizes(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert cores() == 1
     for option in ({"size": 0}, {"tries": 0}):
-        with pytest.raises(InputError, match="=0 of the reward pool"):
+        with pytest.raises(InputError, match="of the reward pool must be at least 1, got 0"):
             Pool(Squares, **option)
 
 
 PROCESS = """
 import os, sys, threading, time
-from troll.rewards.workers import Conversation, Pool
+from troll.rewards.workers import Pool, WorkerProcess
 CAT = '''
 import json, os, sys
 print('"ready"', flush=True)
@@ -290,7 +290,7 @@ for line in sys.stdin:
 '''
 class Asked:
     def __init__(self):
-        self.c = Conversation([sys.executable, "-c", CAT], {})
+        self.c = WorkerProcess([sys.executable, "-c", CAT], {})
     def do(self, job):
         return self.c.ask(60.0)
     def end(self):
