@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -61,12 +60,11 @@ def summary(isolation: Isolation, results: Sequence[suite.Result]) -> str:
 def _isolation(name: str | None) -> Isolation:
     found = {isolation.name: isolation for isolation in isolations()}
     if name is not None and name not in found:
-        raise InputError(f"--isolation {name}", " or ".join(found), "leaving it out, for the best there is")
+        raise InputError(f"--isolation must be {' or '.join(found)}, got {name}", "Omit it for the best one here")
     isolation = found[name] if name is not None else best()
     if isolation.name not in found:
         raise SandboxError(
-            f"no sandbox to be attacked, because {UNSANDBOXED_VARIABLE}={os.environ.get(UNSANDBOXED_VARIABLE)}",
-            "apt install bubblewrap",
+            f"there is no sandbox to attack, because {UNSANDBOXED_VARIABLE}=1", "Run apt install bubblewrap"
         )
     return isolation
 
