@@ -19,7 +19,7 @@ from troll.errors import InputError
 from troll.lab.report import page
 from troll.lab.report.rules import trust_region as region
 from troll.objective import PRESETS, Preset, resolve
-from troll.objective.bound import Fixed
+from troll.objective.bounds import FixedBound
 from troll.policy import MAX_SUPPORT, TAIL, TAIL_MASS
 from troll.projection import KL_BOUND
 from troll.trl import TROLLConfig
@@ -87,7 +87,7 @@ def test_no_public_function_is_missing_above(package: Any) -> None:
     assert with_default - {resolve} <= {*BY_PRESET, *BY_CONSTANT}
 
 
-@pytest.mark.parametrize("settings", [Fixed, TROLLConfig], ids=lambda settings: settings.__name__)
+@pytest.mark.parametrize("settings", [FixedBound, TROLLConfig], ids=lambda settings: settings.__name__)
 def test_of_settings(settings: type) -> None:
     (default,) = [field.default for field in dataclasses.fields(settings) if field.name == "kl_bound"]
     assert default is KL_BOUND
@@ -133,7 +133,7 @@ CONSTANTS = {
 
 
 def test_no_source_has_a_number_of_its_own() -> None:
-    """But for ``SequenceBudget``, whose tokens have no bound of their own. ``tail=None`` is the proposal's."""
+    """But for ``SequenceBound``, whose tokens have no bound of their own. ``tail=None`` is the proposal's."""
     found = [
         (path.relative_to(SOURCES).as_posix(), name, ast.unparse(value), preset)
         for path in sorted(SOURCES.rglob("*.py"))
@@ -145,4 +145,4 @@ def test_no_source_has_a_number_of_its_own() -> None:
         for path, name, value, preset in found
         if value != CONSTANTS[name] and not (value == "None" and (preset or name == "tail"))
     ]
-    assert other == [("objective/bound/tokens.py", "kl_bound", "math.inf")]
+    assert other == [("objective/bounds.py", "kl_bound", "math.inf")]

@@ -12,15 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troll.errors import InputError
-from troll.objective.bound import (
-    Adaptive,
-    Fixed,
-    HoldNetworkKL,
-    HoldProjected,
-    Measured,
-    RegressionController,
-    Schedule,
-)
+from troll.objective.bound_controllers import NetworkKLBound, ProjectedShareBound, RegressionController
+from troll.objective.bounds import Adaptive, FixedBound, Measured, ScheduledBound
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -48,22 +41,23 @@ def run(x, process, rollouts):
 
 
 def test_a_fixed_bound_stays_whatever_is_measured():
-    assert run(Fixed(0.07), lambda _: Measured(10, 1.0, 9.0), 5) == [0.07] * 5
+    assert run(FixedBound(0.07), lambda _: Measured(10, 1.0, 9.0), 5) == [0.07] * 5
 
 
 def test_a_linear_schedule_by_hand():
     expected = [0.1, 0.08, 0.06, 0.04, 0.02, 0.02, 0.02]
-    assert run(Schedule(0.1, 0.02, 4, "linear"), lambda _: Measured(1, 0, 0), 7) == pytest.approx(expected, rel=1e-14)
+    found = run(ScheduledBound(0.1, 0.02, 4, "linear"), lambda _: Measured(1, 0, 0), 7)
+    assert found == pytest.approx(expected, rel=1e-14)
 
 
 def test_a_geometric_schedule_by_hand():
     expected = [0.16, 0.08, 0.04, 0.02, 0.01, 0.01]
-    assert run(Schedule(0.16, 0.01, 4), lambda _: Measured(1, 0, 0), 6) == pytest.approx(expected, rel=1e-14)
+    assert run(ScheduledBound(0.16, 0.01, 4), lambda _: Measured(1, 0, 0), 6) == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize("curve", ["linear", "geometric"])
 def test_a_schedule_begins_and_ends_exactly_where_it_was_told(curve):
-    values = run(Schedule(0.3, 0.7, 3, curve), lambda _: Measured(1, 0, 0), 6)
+    values = run(ScheduledBound(0.3, 0.7, 3, curve), lambda _: Measured(1, 0, 0), 6)
     assert values[0] == 0.3
     assert values[3:] == [0.7] * 3
 
@@ -91,7 +85,7 @@ def outside(c, p):
 def test_the_projected_share_comes_to_its_target(p, there, target):
     """c such that the fixed point (c / target)^(1/p) is ``there`` · 0.05, inside the limits."""
     fixed_point = there * 0.05
-    values = run(HoldProjected(0.05, target), projected(target * fixed_point**p, p), 120)
+    values = run(ProjectedShareBound(0.05, target), projected(target * fixed_point**p, p), 120)
     # The slowest, p = 0.2, shrinks the distance in log ε, at most 1.9, by 0.9 per rollout: 1.9 · 0.9^119 = 7e-6.
     assert values[-1] == pytest.approx(fixed_point, rel=1e-4)
     steps = [b - a for a, b in itertools.pairwise(values)]
@@ -102,7 +96,7 @@ def test_the_projected_share_comes_to_its_target(p, there, target):
 @given(p=st.floats(0.2, 2.0), there=st.floats(0.15, 6.0), target=st.floats(1e-4, 1.0))
 def test_the_KL_of_the_network_comes_to_its_target(p, there, target):
     fixed_point = there * 0.05
-    values = run(HoldNetworkKL(0.05, target), reached(target / fixed_point**p, p), 120)
+    values = run(NetworkKLBound(0.05, target), reached(target / fixed_point**p, p), 120)
     assert values[-1] == pytest.approx(fixed_point, rel=1e-4)  # as above
     assert all((b - a) * (there - 1) >= -1e-15 for a, b in itertools.pairwise(values))
 
@@ -119,9 +113,9 @@ def test_the_share_outside_comes_down_to_what_is_tolerated(p, there, tolerance):
 def test_one_step_by_hand():
     """√(measured / target), where that is below the largest step."""
     for kind, measured, factor in (
-        (HoldProjected, Measured(10, 0.06, 0.0), math.sqrt(0.06 / 0.04)),
-        (HoldProjected, Measured(10, 0.03, 0.0), math.sqrt(0.03 / 0.04)),
-        (HoldNetworkKL, Measured(10, 0.0, 0.06), math.sqrt(0.04 / 0.06)),
+        (ProjectedShareBound, Measured(10, 0.06, 0.0), math.sqrt(0.06 / 0.04)),
+        (ProjectedShareBound, Measured(10, 0.03, 0.0), math.sqrt(0.03 / 0.04)),
+        (NetworkKLBound, Measured(10, 0.0, 0.06), math.sqrt(0.04 / 0.06)),
         (RegressionController, Measured(10, 0.06, 0.0), math.sqrt(0.06 / 0.04)),
     ):
         x = kind(0.5, 0.04)
@@ -140,7 +134,7 @@ def test_with_noise_the_mean_is_near_the_target():
         probability = min(1.0, target * fixed_point / epsilon)
         return Measured(100, sum(draw.random() < probability for _ in range(100)) / 100, 0.0)
 
-    values = run(HoldProjected(0.05, target), process, 1200)[200:]
+    values = run(ProjectedShareBound(0.05, target), process, 1200)[200:]
     # log ε is the mean of log shares, each with standard deviation 0.2/√3 (three updates), over an AR(1) with factor ½.
     log_mean = math.fsum(map(math.log, values)) / len(values)
     assert log_mean == pytest.approx(math.log(fixed_point), abs=0.03)
@@ -150,7 +144,7 @@ def test_with_noise_the_mean_is_near_the_target():
 
 @QUICK
 @given(
-    kind=st.sampled_from([HoldProjected, HoldNetworkKL, RegressionController]),
+    kind=st.sampled_from([ProjectedShareBound, NetworkKLBound, RegressionController]),
     shares=st.lists(st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1)), min_size=1, max_size=30),
     step=st.floats(1.01, 4.0),
 )
@@ -163,11 +157,13 @@ def test_whatever_is_measured_a_step_is_limited_and_so_is_the_number(kind, share
         x.begin_rollout()
         assert low * (1 - 1e-15) <= x.now <= high * (1 + 1e-15)
         assert before / step * (1 - 1e-15) <= x.now <= before * step * (1 + 1e-15)
-        up = (share > 0.03) if kind is not HoldNetworkKL else (share < 0.03)
+        up = (share > 0.03) if kind is not NetworkKLBound else (share < 0.03)
         assert x.now >= before if up else x.now <= before
 
 
-@pytest.mark.parametrize(("kind", "end"), [(HoldProjected, 0.005), (HoldNetworkKL, 0.5), (RegressionController, 0.05)])
+@pytest.mark.parametrize(
+    ("kind", "end"), [(ProjectedShareBound, 0.005), (NetworkKLBound, 0.5), (RegressionController, 0.05)]
+)
 def test_where_nothing_is_ever_measured_above_zero_the_limit_is_reached(kind, end):
     x = kind(0.05, 0.03)
     values = run(x, lambda _: Measured(100, 0.0, 0.0), 20)
@@ -175,7 +171,7 @@ def test_where_nothing_is_ever_measured_above_zero_the_limit_is_reached(kind, en
     assert values[1] == pytest.approx(max(0.05 / 1.5, end) if end < 0.1 else 0.05 * 1.5, rel=1e-14)
 
 
-@pytest.mark.parametrize("kind", [HoldProjected, HoldNetworkKL, RegressionController])
+@pytest.mark.parametrize("kind", [ProjectedShareBound, NetworkKLBound, RegressionController])
 @pytest.mark.parametrize("seen", [[], [Measured(50, 0.9, 9.0)], [Measured(50, 0.9, 9.0), Measured(0, 0.0, 0.0)]])
 def test_a_rollout_without_an_update_off_policy_changes_nothing(kind, seen):
     x = kind(0.05, 0.03)
@@ -188,7 +184,7 @@ def test_a_rollout_without_an_update_off_policy_changes_nothing(kind, seen):
 
 
 def test_what_is_not_a_number_changes_nothing():
-    x = HoldNetworkKL(0.05, 0.03)
+    x = NetworkKLBound(0.05, 0.03)
     rollout(x, Measured(10, 0.5, math.nan))
     x.begin_rollout()
     assert x.now == 0.05
@@ -198,15 +194,15 @@ def test_which_updates_are_looked_at():
     """The projected share of all updates but the first, by tokens; of the network, the last update alone."""
     seen = [Measured(100, 0.9, 5.0), Measured(100, 0.02, 0.02), Measured(300, 0.06, 0.08)]
     factors = {}
-    for kind in (HoldProjected, HoldNetworkKL, RegressionController):
+    for kind in (ProjectedShareBound, NetworkKLBound, RegressionController):
         x = kind(0.5, 0.05, step=10.0, lowest=0.01, highest=100.0)
         x.begin_rollout()
         for measured in seen:
             x.observe(measured)
         x.begin_rollout()
         factors[kind] = x.now / 0.5
-    assert factors[HoldProjected] == pytest.approx(math.sqrt((0.02 + 3 * 0.06) / 4 / 0.05), rel=1e-13)
-    assert factors[HoldNetworkKL] == pytest.approx(math.sqrt(0.05 / 0.08), rel=1e-13)
+    assert factors[ProjectedShareBound] == pytest.approx(math.sqrt((0.02 + 3 * 0.06) / 4 / 0.05), rel=1e-13)
+    assert factors[NetworkKLBound] == pytest.approx(math.sqrt(0.05 / 0.08), rel=1e-13)
     assert factors[RegressionController] == pytest.approx(math.sqrt(0.06 / 0.05), rel=1e-13)
 
 
@@ -219,10 +215,10 @@ def test_the_passes_of_an_update_together():
 # --- state -----------------------------------------------------------------------------------------------------------
 
 KINDS = {
-    "fixed": lambda: Fixed(0.05),
-    "schedule": lambda: Schedule(0.1, 0.01, 7),
-    "projected": lambda: HoldProjected(0.05, 0.03),
-    "network": lambda: HoldNetworkKL(0.05, 0.01),
+    "fixed": lambda: FixedBound(0.05),
+    "schedule": lambda: ScheduledBound(0.1, 0.01, 7),
+    "projected": lambda: ProjectedShareBound(0.05, 0.03),
+    "network": lambda: NetworkKLBound(0.05, 0.01),
     "regression": lambda: RegressionController(1.0, 0.05),
 }
 
@@ -251,26 +247,26 @@ def test_saved_anywhere_and_loaded_it_goes_on_bit_for_bit(kind, cut):
 
 
 def test_the_state_of_another_kind_is_refused():
-    with pytest.raises(InputError, match="for HoldProjected"):
-        HoldProjected(0.05, 0.03).load_state_dict(Schedule(0.1, 0.01, 7).state_dict())
+    with pytest.raises(InputError, match="for ProjectedShareBound"):
+        ProjectedShareBound(0.05, 0.03).load_state_dict(ScheduledBound(0.1, 0.01, 7).state_dict())
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Fixed(-1.0), "kl_bound=-1"),
-        (lambda: Schedule(0.1, 0.01, 0), "over 0 rollouts"),
-        (lambda: Schedule(0.1, 0.0, 5), "end=0"),
-        (lambda: Schedule(math.inf, 0.1, 5, "linear"), "from inf"),
-        (lambda: Schedule(0.1, 0.2, 5, "cosine"), "curve='cosine'"),
-        (lambda: HoldProjected(0.05, 0.0), "target=0"),
-        (lambda: HoldProjected(0.05, 1.0), "target=1"),
-        (lambda: HoldProjected(0.0, 0.1), "start=0"),
-        (lambda: HoldProjected(math.inf, 0.1), "start=inf"),
-        (lambda: HoldProjected(0.05, 0.1, step=1.0), "step=1"),
-        (lambda: HoldProjected(0.05, 0.1, gain=-1.0), "gain=-1"),
-        (lambda: HoldProjected(0.05, 0.1, lowest=0.1), "lowest=0.1"),
-        (lambda: HoldNetworkKL(0.05, -0.1), "target=-0.1"),
+        (lambda: FixedBound(-1.0), "kl_bound=-1"),
+        (lambda: ScheduledBound(0.1, 0.01, 0), "over 0 rollouts"),
+        (lambda: ScheduledBound(0.1, 0.0, 5), "end=0"),
+        (lambda: ScheduledBound(math.inf, 0.1, 5, "linear"), "from inf"),
+        (lambda: ScheduledBound(0.1, 0.2, 5, "cosine"), "got 'cosine'"),
+        (lambda: ProjectedShareBound(0.05, 0.0), "target=0"),
+        (lambda: ProjectedShareBound(0.05, 1.0), "target=1"),
+        (lambda: ProjectedShareBound(0.0, 0.1), "start=0"),
+        (lambda: ProjectedShareBound(math.inf, 0.1), "start=inf"),
+        (lambda: ProjectedShareBound(0.05, 0.1, step=1.0), "step=1"),
+        (lambda: ProjectedShareBound(0.05, 0.1, gain=-1.0), "gain=-1"),
+        (lambda: ProjectedShareBound(0.05, 0.1, lowest=0.1), "lowest=0.1"),
+        (lambda: NetworkKLBound(0.05, -0.1), "target=-0.1"),
         (lambda: RegressionController(0.0, 0.1), "start=0"),
         (lambda: RegressionController(1.0, 1.5), "target=1.5"),
     ],

@@ -16,7 +16,8 @@ from objective_cases import make_case, policies, project_one, softmax
 from troll import restrict, sparsify, troll_loss
 from troll.errors import InputError
 from troll.objective import constrain, network_kl
-from troll.objective.bound import EntropyBound, Fixed, HoldProjected, SequenceBudget
+from troll.objective.bound_controllers import ProjectedShareBound
+from troll.objective.bounds import EntropyBound, FixedBound, SequenceBound
 from troll.projection import project
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=50)
@@ -52,7 +53,7 @@ def test_shares_by_hand():
     kl = [[0.0, 5.0, 5.0, 5.0], [9.0, math.inf, 9.0, 9.0], [0.1, 0.1, 0.1, 0.1]]
     every = [[True] * 4] * 3
     torch.testing.assert_close(
-        bounds_of(kl, every, SequenceBudget(1.2)),
+        bounds_of(kl, every, SequenceBound(1.2)),
         torch.tensor(expected, dtype=torch.float64),
         rtol=1e-6,
         atol=0,  # a KL is taken for 1.2e-7 larger than it is
@@ -69,7 +70,7 @@ def test_the_loop_over_a_batch_is_the_recurrence_of_each_sequence(data, cap, lon
     counted = data.draw(st.lists(masks, min_size=B, max_size=B))
     limit = data.draw(st.sampled_from([1e-9, 0.3, 2.0, 50.0]))
     max_length = None if longer is None else max(1, T + longer)
-    found = bounds_of(kl, counted, SequenceBudget(limit, cap, max_length))
+    found = bounds_of(kl, counted, SequenceBound(limit, cap, max_length))
     for row in range(B):
         expected = [float(x) for x in budget(kl[row], counted[row], limit, cap, max_length)]
         # 1.2e-7 of each KL, and of their sum, of what is left; that is compared where it is not nearly nothing.
@@ -104,7 +105,7 @@ def test_no_sequence_exceeds_its_budget(seed, distance, tail, limit, cap, dtype,
     mask[0], mask[1] = False, torch.arange(T) == T - 1
     case = case.with_(mask=mask)
     proposal, old = policies(case, tail=tail, K=K)
-    bound = SequenceBudget(limit, cap, longest)
+    bound = SequenceBound(limit, cap, longest)
     bounds = bound.token_bounds(old, mask, lambda: network_kl(proposal, old, tail=tail))
     step = constrain(proposal, old, bounds, mask, tail=tail, max_lost_mass=1.0)
     # Each KL as it is stored may have been rounded by 6e-8 of itself in fp32, or by the same of the projected policy.
@@ -127,7 +128,7 @@ def test_no_sequence_exceeds_its_budget(seed, distance, tail, limit, cap, dtype,
 def test_the_loss_keeps_the_budget_and_its_gradient_is_finite(tail):
     """Through ``troll_loss``: of a batch of one sequence, mean and largest over sequences are those of the sequence."""
     case = make_case(3, B=5, T=12, V=20, distance=1.2, dtype=torch.float32)
-    bound = SequenceBudget(0.2)
+    bound = SequenceBound(0.2)
     for row in range(5):
         one = case.rows(slice(row, row + 1))
         logits = one.leaf()
@@ -160,7 +161,7 @@ def test_the_KL_of_whole_sequences_is_bounded_where_bounds_depend_on_prefixes_al
     )
     sampled, mask = torch.tensor(sequences), torch.ones(len(sequences), L, dtype=torch.bool)
     old, proposal = sparsify(old_logits, sampled, V, 0.0), sparsify(logits, sampled, V, 0.0)
-    bound = SequenceBudget(limit, max_length=L)
+    bound = SequenceBound(limit, max_length=L)
     bounds = bound.token_bounds(old, mask, lambda: network_kl(proposal, old))
     log_old = old_logits.log_softmax(-1)
     projected = project(logits.log_softmax(-1), log_old, bounds)
@@ -188,13 +189,13 @@ def test_the_KL_of_whole_sequences_is_bounded_where_bounds_depend_on_prefixes_al
 def test_with_their_own_length_bounds_depend_on_what_comes_after():
     """Two sequences that begin alike; one is longer. Not so with ``max_length``."""
     kl, counted = [[1.0, 1.0, 1.0]] * 2, [[True, True, True], [True, True, False]]
-    own, longest = (bounds_of(kl, counted, SequenceBudget(0.6, max_length=n)) for n in (None, 3))
+    own, longest = (bounds_of(kl, counted, SequenceBound(0.6, max_length=n)) for n in (None, 3))
     assert own[:, 0].tolist() == pytest.approx([0.2, 0.3])
     assert longest[:, :2].tolist() == [pytest.approx([0.2, 0.2], rel=1e-6)] * 2
 
 
 def test_a_KL_that_is_not_a_number_takes_its_share_and_no_more():
-    found = bounds_of([[math.nan, 1.0], [0.1, math.nan]], [[True, True], [True, False]], SequenceBudget(0.4))
+    found = bounds_of([[math.nan, 1.0], [0.1, math.nan]], [[True, True], [True, False]], SequenceBound(0.4))
     assert found.tolist() == [pytest.approx([0.2, 0.2]), pytest.approx([0.4, 0.3], rel=1e-6)]
 
 
@@ -273,7 +274,7 @@ def test_a_policy_that_is_sure_of_everything_has_the_bound_everywhere():
 
 
 def test_one_number_for_all_tokens_asks_for_nothing():
-    for bound in (Fixed(0.05), HoldProjected(0.05, 0.1)):
+    for bound in (FixedBound(0.05), ProjectedShareBound(0.05, 0.1)):
         assert bound.token_bounds(None, None, lambda: pytest.fail("asked")) == 0.05
         assert bound.of_token(None) is None
 
@@ -285,10 +286,10 @@ def test_one_number_for_all_tokens_asks_for_nothing():
         (lambda: EntropyBound(0.05, 1.5), "share=1.5"),
         (lambda: EntropyBound(0.05, highest=0.04), "highest=0.04 with kl_bound=0.05"),
         (lambda: EntropyBound(0.05, highest=math.nan), "highest=nan"),
-        (lambda: SequenceBudget(0.0), "limit=0"),
-        (lambda: SequenceBudget(math.inf), "limit=inf"),
-        (lambda: SequenceBudget(1.0, -0.1), "kl_bound=-0.1"),
-        (lambda: SequenceBudget(1.0, max_length=0), "max_length=0"),
+        (lambda: SequenceBound(0.0), "limit=0"),
+        (lambda: SequenceBound(math.inf), "limit=inf"),
+        (lambda: SequenceBound(1.0, -0.1), "kl_bound=-0.1"),
+        (lambda: SequenceBound(1.0, max_length=0), "max_length=0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, words):

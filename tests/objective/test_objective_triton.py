@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import troll
 from troll.errors import InputError
 from troll.objective import Constrained, clip_loss, constrain, network_kl, troll_loss
-from troll.objective.bound import SequenceBudget
+from troll.objective.bounds import SequenceBound
 from troll.policy import SparsePolicy, align
 from troll.projection import Diagnostics, Projection
 
@@ -183,7 +183,7 @@ def test_the_budget_of_a_sequence_through_the_kernel(tail: str) -> None:
     )
     counted = grid[0].valid & grid[1].valid
     bounds = {
-        impl: SequenceBudget(0.1).token_bounds(
+        impl: SequenceBound(0.1).token_bounds(
             grid[1],
             counted,
             partial(network_kl, *grid, tail=tail, impl=impl),  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl_cases import config, furthest, logged, prompts, trainer, weights
 
 from troll.errors import InputError
-from troll.objective.bound import Measured
+from troll.objective.bounds import Measured
 from troll.policy import PackedPolicy
 from troll.trl import TROLLTrainer
 from troll.trl.bound_settings import BoundKind, BoundSettings

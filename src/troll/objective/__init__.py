@@ -1,8 +1,9 @@
 """Policies and advantages → a loss and its metrics.
 
 ``troll_loss`` is the method, ``fused_troll_loss`` the same from hidden states in one pass; ``clip_loss`` and
-``unconstrained_loss`` are what it is compared with. Trainers that have a loss of their own take its parts:
-``constrain``, ``aggregate``, and ``token_stats`` with ``summarise`` for metrics. Bounds that adapt are in ``bound``.
+``unconstrained_loss`` are the baselines. A trainer with its own loss uses the parts: ``constrain`` projects,
+``token_loss`` composes the loss of a token, ``aggregate`` reduces it, ``token_stats`` and ``summarise`` make metrics.
+Bounds that adapt are in ``bounds`` and ``bound_controllers``, named settings in ``presets``.
 """
 
 from troll.objective.aggregation import Aggregation, aggregate

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from troll.errors import InputError, require_choice
-from troll.objective.bound import (
+from troll.objective.bound_controllers import NetworkKLBound, ProjectedShareBound, RegressionController
+from troll.objective.bounds import (
     Bound,
     Curve,
     EntropyBound,
-    Fixed,
-    HoldNetworkKL,
-    HoldProjected,
-    RegressionController,
-    Schedule,
-    SequenceBudget,
+    FixedBound,
+    ScheduledBound,
+    SequenceBound,
 )
 
 BoundKind = Literal["fixed", "schedule", "projected", "network", "entropy", "sequence"]
@@ -99,12 +97,12 @@ class BoundSettings:
 def make_bound(args: Any) -> Bound:
     """The bound of a ``TROLLConfig``."""
     makers: dict[str, Callable[[], Bound]] = {
-        "fixed": lambda: Fixed(args.kl_bound),
-        "schedule": lambda: Schedule(args.kl_bound, args.bound_end, args.bound_rollouts, args.bound_curve),
-        "projected": lambda: HoldProjected(args.kl_bound, args.bound_target),
-        "network": lambda: HoldNetworkKL(args.kl_bound, args.bound_target),
+        "fixed": lambda: FixedBound(args.kl_bound),
+        "schedule": lambda: ScheduledBound(args.kl_bound, args.bound_end, args.bound_rollouts, args.bound_curve),
+        "projected": lambda: ProjectedShareBound(args.kl_bound, args.bound_target),
+        "network": lambda: NetworkKLBound(args.kl_bound, args.bound_target),
         "entropy": lambda: EntropyBound(args.kl_bound, highest=args.bound_highest),
-        "sequence": lambda: SequenceBudget(
+        "sequence": lambda: SequenceBound(
             args.sequence_kl_bound, args.kl_bound, args.max_completion_length if args.sequence_by_prefix else None
         ),
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from troll.deferred import DeferredChecks
 from troll.objective import constrain, network_kl, ratios, token_stats
-from troll.objective.bound import Bound, Fixed
+from troll.objective.bounds import Bound, FixedBound
 from troll.policy import PackedPolicy, SparsePolicy
 from troll.trl.config import TROLLConfig
 from troll.trl.forward import Forward, Scores
@@ -69,7 +69,7 @@ class ProjectedScorer:
     ) -> None:
         self.old = PackedPolicy.stack(policies).unpack(check=False)
         self.old_log_probs, self.loss_mask, self.args = old_log_probs, loss_mask.bool(), args
-        self.bound, self.bound_mean = Fixed(args.kl_bound) if bound is None else bound, bound_mean
+        self.bound, self.bound_mean = FixedBound(args.kl_bound) if bound is None else bound, bound_mean
         self.regression: Tensor | None = None
         """[B, T], differentiable."""
         self.names: list[str] = []

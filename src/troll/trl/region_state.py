@@ -9,11 +9,17 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from troll.objective.bound import Adaptive, Bound, Fixed, Measured
+from troll.objective.bounds import Adaptive, Bound, FixedBound, Measured
 from troll.policy import PackedPolicy
 from troll.trl.bound_settings import make_bound, make_regression
 
 logger = get_logger(__name__)
+_FORMER_KINDS = {  # in checkpoints of earlier versions
+    "Schedule": "ScheduledBound",
+    "HoldProjected": "ProjectedShareBound",
+    "HoldNetworkKL": "NetworkKLBound",
+    "SequenceBudget": "SequenceBound",
+}
 
 
 class Region:
@@ -23,7 +29,7 @@ class Region:
         self._args, self._bound = args, make_bound(args)
         self.regression = make_regression(args)
         adaptive: dict[str, Adaptive | None] = {
-            "kl_bound": None if isinstance(self._bound, Fixed) else self._bound,
+            "kl_bound": None if isinstance(self._bound, FixedBound) else self._bound,
             "regression_coef": self.regression,
         }
         self._adaptive = {name: x for name, x in adaptive.items() if x is not None}
@@ -31,7 +37,7 @@ class Region:
     @property
     def bound(self) -> Bound:
         """ε; where it is fixed, that of the arguments as they are now, which a callback may change."""
-        return Fixed(self._args.kl_bound) if isinstance(self._bound, Fixed) else self._bound
+        return FixedBound(self._args.kl_bound) if isinstance(self._bound, FixedBound) else self._bound
 
     @property
     def regression_coef(self) -> float:
@@ -78,7 +84,9 @@ class Region:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from there; what has other settings now, or was not saved, starts anew."""
         for name, x in self._adaptive.items():
-            if (saved.get(name) or {}).get("settings") == x.settings and saved[name]["kind"] == type(x).__name__:
+            state = saved.get(name) or {}
+            kind = _FORMER_KINDS.get(str(state.get("kind")), state.get("kind"))
+            if state.get("settings") == x.settings and kind == type(x).__name__:
                 x.load_state_dict(saved[name]["state"])
             else:
                 logger.warning(f"{name} adapts from {x.now:g} anew: the checkpoint has no state for its settings.")

@@ -17,7 +17,7 @@ from troll.deferred import run_checks
 from troll.errors import InputError
 from troll.modeling import check_dropout
 from troll.objective import Aggregation, TokenStats, aggregate, summarise
-from troll.objective.bound import Measured
+from troll.objective.bounds import Measured
 from troll.trl import startup_checks as startup
 from troll.trl.config import TROLLConfig
 from troll.trl.estimators import estimate

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from troll.objective.bound import Measured
+from troll.objective.bounds import Measured
 
 
 @dataclass

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from troll.errors import InputError
-from troll.objective.bound.base import Adaptive, Bound, Measured, check_positive
+from troll.objective.bounds import Adaptive, Bound, Measured, check_positive
 
 _REACH = 10.0  # how far from its start a number may go, unless said otherwise
 
@@ -87,7 +87,7 @@ def check_share(name: str, value: float) -> None:
 
 
 @dataclass
-class HoldProjected(_Controller, Bound):
+class ProjectedShareBound(_Controller, Bound):
     """ε such that the share ``target`` of the tokens is projected, over all updates on a rollout but the first.
 
     More tokens are projected under a lower bound: where too many are, ε is raised.
@@ -106,7 +106,7 @@ class HoldProjected(_Controller, Bound):
 
 
 @dataclass
-class HoldNetworkKL(_Controller, Bound):
+class NetworkKLBound(_Controller, Bound):
     """ε such that the network itself, not its projection, is ``target`` nats per token away from the old policy at the
     last update on a rollout: the mean of KL(π̃ ‖ π_old).
 
