@@ -154,7 +154,7 @@ def test_the_weights_of_the_regression() -> None:
 
 
 def test_every_metric_is_explained_and_nothing_else() -> None:
-    proposal, old, _ = policies()
+    proposal, old, _ = policies("bucket")
     batch = proposal[None, :50], old[None, :50], torch.ones(1), torch.ones(1, 50, dtype=torch.bool)
     returned: set[str] = set()
     for loss, options in (
