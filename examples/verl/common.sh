@@ -1,10 +1,10 @@
-# Sourced by the scripts beside it: the authors' settings, the trust region or the clip, and the start of verl.
+# Sourced by the scripts in this folder: the paper's settings, the trust region or the clip, and the start of verl.
 
 PYTHON=${PYTHON:-python}
 TRUST_REGION=${TRUST_REGION:-troll}
 
 # 256 prompts × 8 samples per rollout, updates on 32 prompts: 8 updates on each rollout. No reference KL.
-authors=(
+paper=(
   algorithm.adv_estimator=grpo
   data.train_batch_size=256
   actor_rollout_ref.rollout.n=8
@@ -25,17 +25,14 @@ engine=(
   actor_rollout_ref.actor.optim.lr_scheduler_type=constant
 )
 
-# Only what is below differs between the two arms.
-trust_region() { # name of the group in troll.verl.configs, place of the engine's settings
+# The two arms differ in these keys alone. The preset sets KL ≤ 0.05, α = 1, tail = floor, K = 64 and δ = 1e-5.
+trust_region() { # name of the config group in troll.verl.configs
   case $TRUST_REGION in
     troll)
       region=(
         'hydra.searchpath=[pkg://troll.verl.configs]'
         "+trust_region=$1"
-        actor_rollout_ref.actor.policy_loss.kl_bound=0.05
-        actor_rollout_ref.actor.policy_loss.regression_coef=1.0
-        "actor_rollout_ref.actor.$2.max_support=64"
-        "actor_rollout_ref.actor.$2.tail_mass=1e-5"
+        actor_rollout_ref.actor.policy_loss.preset=paper
       )
       ;;
     clip)
@@ -46,7 +43,7 @@ trust_region() { # name of the group in troll.verl.configs, place of the engine'
       )
       ;;
     *)
-      echo "TRUST_REGION=$TRUST_REGION: troll or clip" >&2
+      echo "TRUST_REGION must be troll or clip, got $TRUST_REGION" >&2
       exit 2
       ;;
   esac

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Qwen3-235B-A22B, a mixture of experts, on DAPO-Math with Megatron: 128 nodes of 8 GPUs, Ray as in
-# qwen3_dapo_math_multinode.sh. Sizes are a place to start from, not measured: no one has run this script yet.
-#   TRUST_REGION=troll|clip   the trust region, or PPO's clip with all else the same
-#   DRY_RUN=1                 print the configuration that verl would run with
+# qwen3_dapo_math_multinode.sh. A starting point: the sizes are not measured, and the script has not been run.
+#   TRUST_REGION=troll|clip   the trust region, or PPO's clip with the same settings otherwise
+#   DRY_RUN=1                 print verl's configuration and exit
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -11,8 +11,8 @@ DATA=${DATA:-data/dapo_math}
 NNODES=${NNODES:-128}
 PROMPT=${PROMPT:-1024} RESPONSE=${RESPONSE:-16384}
 
-trust_region troll_megatron megatron
-train --config-name=ppo_megatron_trainer "${region[@]}" "${authors[@]}" \
+trust_region troll_megatron
+train --config-name=ppo_megatron_trainer "${region[@]}" "${paper[@]}" \
   actor_rollout_ref.actor.optim.lr_decay_style=constant \
   actor_rollout_ref.model.path="$MODEL" \
   data.train_files="$DATA/train.parquet" \

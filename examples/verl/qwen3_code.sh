@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Qwen3-4B on programming problems, one node of 8 GPUs. What the model writes runs in troll's sandbox, on the machines
-# of verl's reward workers (`troll doctor` says there whether it works). More overrides can be given as arguments.
-#   TRUST_REGION=troll|clip   the trust region, or PPO's clip with all else the same
-#   DRY_RUN=1                 print the configuration that verl would run with
+# Qwen3-4B on programming problems, one node of 8 GPUs. The model's programs run in troll's sandbox, on the
+# machines of verl's reward workers (run `troll doctor` there to test it). Arguments are further overrides.
+#   TRUST_REGION=troll|clip   the trust region, or PPO's clip with the same settings otherwise
+#   DRY_RUN=1                 print verl's configuration and exit
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 MODEL=${MODEL:-Qwen/Qwen3-4B}
 DATA=$(realpath -m "${DATA:-data/code}") # as prepare_data.py writes it, see README.md
 
-trust_region troll fsdp_config
-train "${region[@]}" "${authors[@]}" "${engine[@]}" \
+trust_region troll
+train "${region[@]}" "${paper[@]}" "${engine[@]}" \
   actor_rollout_ref.model.path="$MODEL" \
   data.train_files="$DATA/train.parquet" \
   data.val_files="$DATA/held_out.parquet" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Qwen3-8B on DAPO-Math, one node of 8 GPUs. More overrides can be given as arguments.
-#   TRUST_REGION=troll|clip   the trust region, or PPO's clip with all else the same
-#   DRY_RUN=1                 print the configuration that verl would run with
+# Qwen3-8B on DAPO-Math, one node of 8 GPUs. Arguments are further overrides.
+#   TRUST_REGION=troll|clip   the trust region, or PPO's clip with the same settings otherwise
+#   DRY_RUN=1                 print verl's configuration and exit
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -9,8 +9,8 @@ MODEL=${MODEL:-Qwen/Qwen3-8B}
 DATA=${DATA:-data/dapo_math} # with train.parquet and test.parquet, see README.md
 PROMPT=${PROMPT:-1024} RESPONSE=${RESPONSE:-8192}
 
-trust_region troll fsdp_config
-train "${region[@]}" "${authors[@]}" "${engine[@]}" \
+trust_region troll
+train "${region[@]}" "${paper[@]}" "${engine[@]}" \
   actor_rollout_ref.model.path="$MODEL" \
   data.train_files="$DATA/train.parquet" \
   data.val_files="$DATA/test.parquet" \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Qwen3-8B on DAPO-Math on many nodes of 8 GPUs. What is trained is what qwen3_dapo_math.sh trains: rollouts and updates
-# have the same sizes, spread over more GPUs.
+# Qwen3-8B on DAPO-Math on many nodes of 8 GPUs. The training is that of qwen3_dapo_math.sh: rollouts and updates have
+# the same sizes, spread over more GPUs.
 #
 # Every node needs the same environment (REQUIRED_VERL.txt) and the model and data under the same path. Then:
 #   on the first node:        ray start --head --port 6379 --num-gpus 8

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Qwen3-1.7B on GSM8K, one node of 8 GPUs. More overrides can be given as arguments.
-#   TRUST_REGION=troll|clip   the trust region, or PPO's clip with all else the same
-#   DRY_RUN=1                 print the configuration that verl would run with
+# Qwen3-1.7B on GSM8K, one node of 8 GPUs. Arguments are further overrides.
+#   TRUST_REGION=troll|clip   the trust region, or PPO's clip with the same settings otherwise
+#   DRY_RUN=1                 print verl's configuration and exit
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 MODEL=${MODEL:-Qwen/Qwen3-1.7B}
 DATA=${DATA:-data/gsm8k} # with train.parquet and test.parquet, see README.md
 
-trust_region troll fsdp_config
-train "${region[@]}" "${authors[@]}" "${engine[@]}" \
+trust_region troll
+train "${region[@]}" "${paper[@]}" "${engine[@]}" \
   actor_rollout_ref.model.path="$MODEL" \
   data.train_files="$DATA/train.parquet" \
   data.val_files="$DATA/test.parquet" \

@@ -88,16 +88,16 @@ def test_verl_accepts_both_arms_and_they_differ_in_the_loss_alone(script: str, t
     differ = {name for name in troll.keys() | clip.keys() if troll.get(name) != clip.get(name)}
     assert not {name for name in differ if name.startswith(f"{actor}.policy_loss.")} - troll.keys()
     assert {name for name in differ if not name.startswith(f"{actor}.policy_loss.")} == {
-        *(f"{engine}.{name}" for name in ("_target_", "max_support", "tail_mass")),
+        *(f"{engine}.{name}" for name in ("_target_", "preset")),
         *("actor_rollout_ref.model.model_type", "actor_rollout_ref.model.external_lib"),
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
         *("trainer.experiment_name", "trainer.default_local_dir", "actor_rollout_ref.rollout.trace.experiment_name"),
     }
     expected = {
-        f"{actor}.policy_loss.kl_bound": 0.05,
-        f"{actor}.policy_loss.regression_coef": 1.0,
-        f"{engine}.max_support": 64,
-        f"{engine}.tail_mass": 1e-5,
+        f"{actor}.policy_loss.preset": "paper",
+        f"{engine}.preset": "paper",
+        **{f"{actor}.policy_loss.{name}": None for name in ("kl_bound", "regression_coef", "tail")},
+        **{f"{engine}.{name}": None for name in ("max_support", "tail_mass")},
         f"{actor}.policy_loss.loss_mode": "troll",
     }
     assert {name: troll[name] for name in expected} == expected
@@ -146,7 +146,7 @@ def test_what_the_scripts_take(tmp_path: Path):
     assert "+trust_region=troll" not in many
     with pytest.raises(subprocess.CalledProcessError) as error:
         arguments("qwen3_gsm8k.sh", tmp_path, TRUST_REGION="ppo")
-    assert "troll or clip" in error.value.stderr
+    assert "must be troll or clip, got ppo" in error.value.stderr
 
 
 def test_many_nodes_train_what_one_does(tmp_path: Path):

@@ -12,7 +12,15 @@ from troll.objective.fused import fused_troll_loss
 from troll.objective.metrics import REDUCTIONS, Metrics, Reduction, TokenStats, reduction, summarise, token_stats
 from troll.objective.presets import PRESETS, Preset, PresetName, resolve
 from troll.objective.token_loss import ImportanceSamplingLevel, TokenLoss, ratios, token_loss
-from troll.objective.troll import Constrained, check_regression_coef, constrain, network_kl, regression, troll_loss
+from troll.objective.troll import (
+    Constrained,
+    check_regression_coef,
+    constrain,
+    network_kl,
+    regression,
+    troll_loss,
+    trust_region_can_act,
+)
 
 __all__ = [
     "PRESETS",
@@ -40,5 +48,6 @@ __all__ = [
     "token_loss",
     "token_stats",
     "troll_loss",
+    "trust_region_can_act",
     "unconstrained_loss",
 ]

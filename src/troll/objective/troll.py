@@ -47,6 +47,16 @@ def check_regression_coef(regression_coef: float) -> None:
         raise InputError(f"regression_coef={regression_coef}", "a number ≥ 0", "1, the default")
 
 
+def trust_region_can_act(per_update: int, per_rollout: int) -> bool:
+    """Whether any update is made by a policy other than the one that scored its rollout.
+
+    Args:
+        per_update, per_rollout: forward passes (or prompts) per update, and per rollout with all passes over it. If an
+            update consists of whole rollouts, the policy does not change between scoring and updating.
+    """
+    return per_update % per_rollout != 0
+
+
 class Constrained(NamedTuple):
     """A proposal brought into the trust region, as far as the objective (8) needs it; all per token."""
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from trl import GRPOConfig
 
 from troll.errors import InputError, require_choice
-from troll.objective import check_regression_coef
+from troll.objective import check_regression_coef, trust_region_can_act
 from troll.policy import MAX_SUPPORT, TAIL, TAIL_MASS, Tail, check_support
 from troll.projection import KL_BOUND, check_kl_bound
 from troll.trl.bound_settings import BoundSettings, check_bounds
@@ -144,7 +144,7 @@ class TROLLConfig(BoundSettings, GRPOConfig):
     @property
     def trust_region_can_act(self) -> bool:
         """Whether any update is made with a policy that differs from the one that made its rollout."""
-        return bool(self.gradient_accumulation_steps % self.steps_per_rollout != 0)
+        return trust_region_can_act(self.gradient_accumulation_steps, self.steps_per_rollout)
 
     def _fill_in_schedule(self) -> None:
         """From ``updates_per_generation``, unless TRL's own schedule is set."""

@@ -1,4 +1,4 @@
-"""What a user can set: the loss under ``actor.policy_loss``, what is recorded under ``actor.fsdp_config``."""
+"""Settings: the trust region under ``actor.policy_loss``, the recorded support under ``actor.fsdp_config``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from verl.base_config import BaseConfig
 from verl.workers.config import FSDPEngineConfig, McoreEngineConfig, PolicyLossConfig
 
 from troll.errors import InputError, require_choice
-from troll.objective import ImportanceSamplingLevel, check_regression_coef
-from troll.policy import MAX_SUPPORT, TAIL, TAIL_MASS, Tail, check_support
-from troll.projection import KL_BOUND, MAX_LOST_MASS, check_kl_bound
+from troll.objective import ImportanceSamplingLevel, check_regression_coef, trust_region_can_act
+from troll.objective.presets import PRESETS, resolve
+from troll.policy import Tail, check_support
+from troll.projection import MAX_LOST_MASS, check_kl_bound
 
 LOSS_MODE = "troll"
 MODEL_TYPE = "troll_lm"
@@ -22,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunFacts(BaseConfig):
-    """What the loss must know of the rest of the run. ``configs/trust_region`` fills it in; it is not to be set.
+    """Settings of the rest of the run that the trust region depends on.
 
-    verl builds the configuration of the actor before anything else, so a run that cannot work ends in its first second.
+    ``configs/trust_region`` fills them in by interpolation; users do not set them. verl builds the actor's
+    configuration first, so that an impossible combination is refused within the first second of a run.
     """
 
     use_v1: bool = True
@@ -37,117 +39,125 @@ class RunFacts(BaseConfig):
     ppo_epochs: int = 1
 
     def __post_init__(self) -> None:
-        for wrong, given, expected, hint in (
+        for wrong, problem, fix in (
             (
                 not self.use_v1,
-                "trainer.use_v1=False",
-                "verl's V1 trainer: the old one does not bring the old policy to the update",
-                "trainer.use_v1=True, the default",
+                "trainer.use_v1=False: verl's old trainer does not pass the old policy on to the update",
+                "Set trainer.use_v1=True, the default",
             ),
             (
                 self.bypass_mode,
-                "algorithm.rollout_correction.bypass_mode=True",
-                "an old policy that the trainer scores itself: the sampler reports single tokens, no distributions",
-                "algorithm.rollout_correction.bypass_mode=False; importance weights correct for the sampler",
+                "algorithm.rollout_correction.bypass_mode=True: the sampler would provide the old policy, and it "
+                "reports log-probabilities of single tokens, not distributions",
+                "Set bypass_mode=False; verl's importance weights (rollout_correction.rollout_is) correct for the "
+                "sampler",
             ),
             (
                 self.distillation,
-                "distillation.enabled=True",
-                "no distillation: it uses verl's one hook for logits, which the trust region needs",
-                "distillation.enabled=False",
+                "distillation.enabled=True: distillation and the trust region need the same hook for logits in verl",
+                "Set distillation.enabled=False",
             ),
             (
                 self.use_fused_kernels,
-                "actor_rollout_ref.model.use_fused_kernels=True",
-                "logits: verl's fused kernels make none, and the trust region is about whole distributions",
-                "actor_rollout_ref.model.use_fused_kernels=False, the default",
+                "actor_rollout_ref.model.use_fused_kernels=True: verl's fused kernels compute no logits, and the trust "
+                "region needs them",
+                "Set actor_rollout_ref.model.use_fused_kernels=False, the default",
             ),
             (
                 self.model_type != MODEL_TYPE,
-                f"actor_rollout_ref.model.model_type={self.model_type} with loss_mode={LOSS_MODE}",
-                f"the engine {MODEL_TYPE}, which records the old policy",
-                f"actor_rollout_ref.model.model_type={MODEL_TYPE}, or policy_loss.loss_mode=vanilla for verl's clip",
+                f"loss_mode={LOSS_MODE} needs the engine {MODEL_TYPE}, which records the old policy, got "
+                f"model_type={self.model_type}",
+                f"Set actor_rollout_ref.model.model_type={MODEL_TYPE}, or leave +trust_region=troll out for the clip",
             ),
         ):
             if wrong:
-                raise InputError(given, expected, hint)
-        if self.train_batch_size is not None and not self.trust_region_can_act:
+                raise InputError(problem, fix)
+        if self.train_batch_size and self.ppo_mini_batch_size and not self._trust_region_can_act:
             logger.warning(
-                "No trust region acts on this schedule: one update is made on a rollout, by the policy that generated "
-                f"it (data.train_batch_size={self.train_batch_size}, actor.ppo_mini_batch_size="
+                "The trust region has no effect on this schedule: each rollout is used for one update, made by the "
+                f"policy that generated it (data.train_batch_size={self.train_batch_size}, actor.ppo_mini_batch_size="
                 f"{self.ppo_mini_batch_size}, actor.ppo_epochs={self.ppo_epochs}). "
-                "The authors make 8: train_batch_size=256, ppo_mini_batch_size=32."
+                "The paper uses 8 updates: train_batch_size=256, ppo_mini_batch_size=32."
             )
 
     @property
-    def trust_region_can_act(self) -> bool:
-        """Whether any update is made with a policy that differs from the one that scored its rollout."""
-        return self.ppo_epochs > 1 or (self.train_batch_size or 0) > (self.ppo_mini_batch_size or 0)
+    def _trust_region_can_act(self) -> bool:
+        return trust_region_can_act(self.ppo_mini_batch_size or 1, (self.train_batch_size or 1) * self.ppo_epochs)
 
 
 @dataclass
 class TrollPolicyLossConfig(PolicyLossConfig):
-    """``actor_rollout_ref.actor.policy_loss``: the trust region."""
+    """``actor_rollout_ref.actor.policy_loss``: the trust region. None means "as the preset says"."""
 
     loss_mode: str = LOSS_MODE
-    kl_bound: float = KL_BOUND
-    """ε, radius of the trust region, in nats of KL(projected ‖ old) per token; 0 keeps the old policy, .inf is none."""
-    bound: str = "fixed"
-    """The same ε for every token of the run; bounds that adapt are refused."""
-    regression_coef: float = 1.0
-    """α, weight of the regression term, which pulls the network towards its projection."""
-    tail: str = TAIL
-    """What becomes of dropped probability: one more outcome (``bucket``), or 1e-12 a token (``floor``)."""
+    preset: str = "default"
+    """``default``, or ``paper`` for the paper's settings (``troll.objective.presets``)."""
+    kl_bound: float | None = None
+    """ε, the radius of the trust region in nats of KL(projected ‖ old) per token. 0 keeps the old policy."""
+    kl_bound_schedule: Any = None
+    """Must be None: verl's loss has no state that a schedule could be kept in."""
+    regression_coef: float | None = None
+    """α, the weight of the regression term, which pulls the network towards its projection."""
+    tail: str | None = None
+    """Dropped probability is one more outcome (``bucket``) or 1e-12 per missing token (``floor``)."""
     importance_sampling_level: str = "token"
     """``token``, or ``sequence`` for the length-normalised ratio of GSPO."""
     max_lost_mass: float = MAX_LOST_MASS
-    """Most mass, on average, that the proposal may have on tokens the old policy excludes; more is an error."""
+    """The most mass, on average, that the proposal may have on tokens the old policy excludes; more is an error."""
     run: RunFacts = field(default_factory=RunFacts)
 
     def __post_init__(self) -> None:
         if self.loss_mode != LOSS_MODE:
             raise InputError(
-                f"policy_loss.loss_mode={self.loss_mode} with a configuration of the trust region",
-                f"loss_mode={LOSS_MODE}",
-                f"actor_rollout_ref.actor.policy_loss.loss_mode={LOSS_MODE}; without the trust region, leave out "
-                "+trust_region=troll",
+                f"the configuration of the trust region needs policy_loss.loss_mode={LOSS_MODE}, got {self.loss_mode}",
+                "Leave out +trust_region=troll for verl's losses",
             )
-        if self.bound != "fixed":
+        if self.kl_bound_schedule is not None:
             raise InputError(
-                f"policy_loss.bound={self.bound}",
-                "fixed: verl's loss keeps nothing from one rollout to the next that a bound could adapt to",
-                f"actor_rollout_ref.actor.policy_loss.bound=fixed, or TRL with bound={self.bound!r}",
+                f"policy_loss.kl_bound_schedule={self.kl_bound_schedule} is not supported: verl's loss keeps no state "
+                "between rollouts, so the bound is fixed",
+                "Set kl_bound_schedule=null, or train with TRL",
             )
-        require_choice("tail", self.tail, get_args(Tail))
+        if self.tail is not None:
+            require_choice("tail", self.tail, get_args(Tail))
         require_choice("importance_sampling_level", self.importance_sampling_level, get_args(ImportanceSamplingLevel))
-        check_kl_bound(self.kl_bound)
-        check_regression_coef(self.regression_coef)
+        explicit: dict[str, Any] = {name: getattr(self, name) for name in ("kl_bound", "regression_coef", "tail")}
+        settings = resolve(self.preset, **explicit)  # type: ignore[arg-type]
+        for name in explicit:
+            object.__setattr__(self, name, getattr(settings, name))  # verl's configurations are frozen
+        check_kl_bound(settings.kl_bound)
+        check_regression_coef(settings.regression_coef)
 
 
 @dataclass
 class _Recorded:
-    """What is recorded of the old policy, and of the proposal with ``tail=floor``."""
+    """How much of the old policy, and with ``tail=floor`` of the proposal, is kept. None means "as the preset says"."""
 
-    max_support: int = MAX_SUPPORT
-    """K, most tokens kept per position."""
-    tail_mass: float = TAIL_MASS
-    """δ, probability that may be dropped: tokens are kept until 1 − δ."""
+    preset: str = "default"
+    max_support: int | None = None
+    """K, the most tokens kept per position."""
+    tail_mass: float | None = None
+    """δ, the probability that may be dropped: tokens are kept until 1 − δ."""
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        check_support(self.max_support, self.tail_mass)
+        settings = resolve(self.preset, max_support=self.max_support, tail_mass=self.tail_mass)  # type: ignore[arg-type]
+        object.__setattr__(self, "max_support", settings.max_support)
+        object.__setattr__(self, "tail_mass", settings.tail_mass)
+        check_support(settings.max_support, settings.tail_mass)
 
 
 @dataclass
 class TrollFSDPEngineConfig(_Recorded, FSDPEngineConfig):
-    """``actor_rollout_ref.actor.fsdp_config``: verl's, and how much of the old policy is kept."""
+    """``actor_rollout_ref.actor.fsdp_config``: verl's settings and the recorded support."""
 
 
 @dataclass
 class TrollMcoreEngineConfig(_Recorded, McoreEngineConfig):
-    """``actor_rollout_ref.actor.megatron``: verl's, and how much of the old policy is kept."""
+    """``actor_rollout_ref.actor.megatron``: verl's settings and the recorded support."""
 
 
 def recorded(engine_config: Any) -> tuple[int, float]:
-    """``max_support`` and ``tail_mass`` of an engine; the defaults where verl's own configuration was left in place."""
-    return engine_config.get("max_support", _Recorded.max_support), engine_config.get("tail_mass", _Recorded.tail_mass)
+    """``max_support`` and ``tail_mass`` of an engine; the defaults for a configuration of verl's own class."""
+    default = PRESETS["default"]
+    return engine_config.get("max_support", default.max_support), engine_config.get("tail_mass", default.tail_mass)

@@ -23,7 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from troll.deferred import DeferredCheck, DeferredChecks, run_checks
 from troll.errors import InputError
-from troll.objective import constrain, ratios, summarise, token_loss, token_stats
+from troll.objective import constrain, ratios, reduction, summarise, token_loss, token_stats
 from troll.policy import SparsePolicy
 from troll.verl.config import LOSS_MODE, MODEL_TYPE, TrollPolicyLossConfig
 from troll.verl.transport import Positions, read
@@ -204,7 +204,7 @@ def _metrics(model_output: dict[str, Tensor], data: Any, options: TrollPolicyLos
     of_sequences = processes * counted.any(-1).sum() / data["global_batch_size"]
     kinds, values = [], []
     for name, value in metrics.items():
-        kind, factor = AggregationType(_reduction(name)), 1.0
+        kind, factor = AggregationType(reduction(name)), 1.0
         if kind is AggregationType.SUM:
             factor = processes
         elif kind is AggregationType.MEAN and not _per_pass(name):
@@ -215,12 +215,6 @@ def _metrics(model_output: dict[str, Tensor], data: Any, options: TrollPolicyLos
         PREFIX + name: Metric(kind, value)
         for name, kind, value in zip(metrics, kinds, torch.stack(values).tolist(), strict=True)
     }
-
-
-def _reduction(name: str) -> str:
-    """How the values of several passes become one: their mean, maximum, minimum or sum."""
-    last = name.rsplit("/")[-1]
-    return last if last in ("max", "min") else "sum" if name == "unconverged_tokens" else "mean"
 
 
 def _per_pass(name: str) -> bool:

@@ -899,6 +899,8 @@ def verl_line(step: int, **data: float) -> dict[str, Any]:
         "actor/troll/kl_before/mean": 0.01,
         "actor/troll/kl_after/max": 0.05,
         "actor/troll/projected_fraction": 0.04,
+        "actor/troll/kl_before/p99": 0.03,
+        "actor/troll/unconverged_tokens": 0.5,  # per update
         "perf/total_num_tokens": 1000,
         "timing_s/step": 10.0,
         "timing_s/gen": 5.0,
@@ -927,6 +929,8 @@ def test_a_line_of_verl_is_a_line_of_a_run():
         "troll/kl_before/mean": 0.01,
         "troll/kl_after/max": 0.05,
         "troll/projected_fraction": 0.04,
+        "troll/kl_before/p99": 0.03,
+        "troll/unconverged_tokens": 4.0,
         "num_tokens": 1000.0,
         "tokens_per_second": 100.0,
         "time/generate": 5.0,
@@ -1179,10 +1183,11 @@ def test_the_page_has_what_is_refused():
 
 def test_the_page_has_the_settings_and_their_defaults():
     pytest.importorskip("verl")
-    from dataclasses import fields
+    from dataclasses import asdict, fields
 
     from verl.workers.config import FSDPEngineConfig, PolicyLossConfig
 
+    from troll.objective import PRESETS
     from troll.verl import TrollFSDPEngineConfig, TrollPolicyLossConfig
 
     page = (ROOT / "docs" / "verl.md").read_text()
@@ -1195,7 +1200,9 @@ def test_the_page_has_the_settings_and_their_defaults():
         }
         assert len(new) >= 2
         for name, default in new.items():
-            assert name == "run" or f"| `{place}.{name}` | `{default}` |" in page, name
+            shown = asdict(PRESETS["default"]).get(name, default)
+            known = name == "run" or (place, name) == ("fsdp_config", "preset")
+            assert known or f"| `{place}.{name}` | `{shown}` |" in page, name
 
 
 def test_the_table_is_printed():

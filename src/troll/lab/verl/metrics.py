@@ -17,6 +17,7 @@ from typing import Any
 
 from troll.lab.runs import Run, append_line
 from troll.lab.runs.folder import METRICS, Line
+from troll.objective import reduction
 
 NAMES = {  # verl's name → name in docs/metrics.md
     "critic/score/mean": "reward",
@@ -73,7 +74,9 @@ class Translator:
         found = {ours: data[theirs] for theirs, ours in NAMES.items() if theirs in data}
         if not self.clips:
             found.pop("clip_ratio/region_mean", None)
-        found |= {f"troll/{name.removeprefix(_TROLL)}": data[name] for name in data if name.startswith(_TROLL)}
+        for name in (name.removeprefix(_TROLL) for name in data if name.startswith(_TROLL)):
+            per_update = reduction(name) == "sum"  # verl averages it over updates, TRL adds it up between two logs
+            found[f"troll/{name}"] = data[_TROLL + name] * (self.updates if per_update else 1)
         times: dict[str, float] = {}
         for name, seconds in spent.items():
             part = f"time/{TIMES[name]}"
