@@ -18,6 +18,8 @@ from troll.projection import MAX_LOST_MASS, check_kl_bound
 LOSS_MODE = "troll"
 MODEL_TYPE = "troll_lm"
 
+_FROM_PRESET: Any = None  # replaced by the value of the preset in __post_init__
+
 logger = logging.getLogger(__name__)
 
 
@@ -92,13 +94,13 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     loss_mode: str = LOSS_MODE
     preset: str = "default"
     """``default``, or ``paper`` for the paper's settings (``troll.objective.presets``)."""
-    kl_bound: float | None = None
+    kl_bound: float = _FROM_PRESET
     """ε, the radius of the trust region in nats of KL(projected ‖ old) per token. 0 keeps the old policy."""
     kl_bound_schedule: Any = None
     """Must be None: verl's loss has no state that a schedule could be kept in."""
-    regression_coef: float | None = None
+    regression_coef: float = _FROM_PRESET
     """α, the weight of the regression term, which pulls the network towards its projection."""
-    tail: str | None = None
+    tail: str = _FROM_PRESET
     """Dropped probability is one more outcome (``bucket``) or 1e-12 per missing token (``floor``)."""
     importance_sampling_level: str = "token"
     """``token``, or ``sequence`` for the length-normalised ratio of GSPO."""
@@ -118,7 +120,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 "between rollouts, so the bound is fixed",
                 "Set kl_bound_schedule=null, or train with TRL",
             )
-        if self.tail is not None:
+        if self.tail is not _FROM_PRESET:
             require_choice("tail", self.tail, get_args(Tail))
         require_choice("importance_sampling_level", self.importance_sampling_level, get_args(ImportanceSamplingLevel))
         explicit: dict[str, Any] = {name: getattr(self, name) for name in ("kl_bound", "regression_coef", "tail")}
@@ -134,9 +136,9 @@ class _Recorded:
     """How much of the old policy, and with ``tail=floor`` of the proposal, is kept. None means "as the preset says"."""
 
     preset: str = "default"
-    max_support: int | None = None
+    max_support: int = _FROM_PRESET
     """K, the most tokens kept per position."""
-    tail_mass: float | None = None
+    tail_mass: float = _FROM_PRESET
     """δ, the probability that may be dropped: tokens are kept until 1 − δ."""
 
     def __post_init__(self) -> None:
