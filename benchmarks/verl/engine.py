@@ -7,7 +7,7 @@
 Runs are added to what is in the file. ``--learning_rate`` is that of one update between scoring and measuring: with
 1e-6 no token leaves the trust region, with 1e-4 nearly all do.
 
-Both engines are verl's FSDP engine on one process, with the same weights, batch, precision (bf16) and micro-batches.
+Both engines are verl's FSDP engine on one process, with the same parameters, batch, precision (bf16) and micro-batches.
 They take turns. First it is checked that the two agree where they must: without a bound, the loss and the norm of its
 gradient are those of verl's loss without a clip, up to bf16.
 
