@@ -26,14 +26,14 @@ from overhead import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from troll.modeling import gqa_decoding
-from troll.trl.generation import token_by_token
+from troll.trl.trainer import fast_decoding
 
 Arm = Callable[[Accelerator], AbstractContextManager[Any]]
 ARMS: dict[str, Arm] = {
     "plain": lambda _: nullcontext(),
     "casts kept": lambda accelerator: accelerator.autocast(),
     "grouped": lambda _: gqa_decoding(),
-    "both": token_by_token,
+    "both": fast_decoding,
 }
 
 

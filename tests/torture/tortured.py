@@ -21,7 +21,7 @@ import tqdm
 from troll.lab.cli import main
 from troll.lab.runs import Run
 from troll.lab.training.recorder import RecordedTrainer
-from troll.trl.robust.tensor_state import load_state
+from troll.trl.robust.state import load_state
 
 tqdm.tqdm.monitor_interval = 0  # no thread of its own: it would not be there after a fork
 

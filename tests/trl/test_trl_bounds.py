@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import tiny_models
@@ -21,18 +21,18 @@ from trl_cases import config, furthest, logged, prompts, trainer, weights
 from troll.errors import InputError
 from troll.objective.bounds import Measured
 from troll.policy import PackedPolicy
-from troll.trl import TROLLTrainer
-from troll.trl.bound_settings import BoundKind, BoundSettings
-from troll.trl.robust import rollout_state as rollout
+from troll.trl import TROLLConfig, TROLLTrainer
+from troll.trl.passes import OLD_POLICY
 from troll.trl.robust.resume import ABOUT
 from troll.trl.robust.store import MANIFEST
+from troll.trl.trust_region import BOUND_SCHEDULES, canonical_schedule, parse_schedule
 
-NETWORK = {"bound": "network", "bound_target": 0.05}
-PROJECTED = {"bound": "projected", "bound_target": 0.6}
-SCHEDULE = {"bound": "schedule", "bound_end": 0.01, "bound_rollouts": 2}
-SEQUENCE = {"bound": "sequence", "sequence_kl_bound": 0.12}
-ENTROPY = {"bound": "entropy"}
-PULL = {"regression_tolerance": 0.1}
+NETWORK = {"kl_bound_schedule": "network target=0.05"}
+PROJECTED = {"kl_bound_schedule": "projected target=0.6"}
+SCHEDULE = {"kl_bound_schedule": "geometric end=0.01 rollouts=2"}
+SEQUENCE = {"kl_bound_schedule": "sequence limit=0.12"}
+ENTROPY = {"kl_bound_schedule": "entropy"}
+PULL = {"regression_coef_schedule": "projected target=0.1"}
 
 
 class Watched(TROLLTrainer):
@@ -68,9 +68,9 @@ def per_update(run: Any, name: str) -> list[float]:
 @pytest.mark.parametrize(
     "constant",
     [
-        {"bound": "schedule", "bound_end": 0.05, "bound_rollouts": 3, "bound_curve": "linear"},
-        {"bound": "sequence", "sequence_kl_bound": 1e6},
-        {"bound": "sequence", "sequence_kl_bound": 1e6, "sequence_by_prefix": True},
+        {"kl_bound_schedule": "linear end=0.05 rollouts=3"},
+        {"kl_bound_schedule": {"kind": "sequence", "limit": 1e6}},
+        {"kl_bound_schedule": "sequence limit=1e6 by_prefix=true"},
     ],
 )
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
@@ -132,9 +132,8 @@ def test_the_KL_of_the_network_at_the_last_update_moves_the_bound_and_the_share_
         updates_per_generation=4,
         gradient_accumulation_steps=accumulation,
         learning_rate=3e-3,
-        bound="network",
-        bound_target=0.1,
-        regression_tolerance=0.6,
+        kl_bound_schedule="network target=0.1",
+        regression_coef_schedule="projected target=0.6",
     )
     run.train()
     kl, shares = per_update(run, "troll/kl_before/mean"), per_update(run, "troll/projected_fraction")
@@ -218,7 +217,7 @@ def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_
     tmp_path: Path, highest: float | None
 ) -> None:
     """Under a cap that a good part of the tokens reaches, each has its share up to there, and the mean is lower."""
-    run = watched(tmp_path, bound_highest=highest, **ENTROPY)
+    run = watched(tmp_path, kl_bound_schedule={"kind": "entropy", "max": highest})
     run.train()
     cap = math.inf if highest is None else highest
     for first in (0, 4):  # the four batches of each rollout
@@ -235,7 +234,7 @@ def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_
     # The last rollout, from the batches the trainer holds: H of the old policy, by its definition.
     H, bounds = [], []
     for batch, (stats, counted) in zip(run._buffered_inputs, run.seen[4:], strict=True):
-        old = PackedPolicy.stack(batch[rollout.OLD_POLICY]).unpack()
+        old = PackedPolicy.stack(batch[OLD_POLICY]).unpack()
         p = torch.cat([old.log_probs, old.log_tail[..., None]], -1)[counted].double().exp()
         H += (-torch.where(p > 0, p * p.log(), 0.0).sum(-1)).tolist()
         bounds += stats["kl_bound"][counted].tolist()
@@ -248,7 +247,8 @@ def test_by_entropy_the_mean_over_a_rollout_is_the_bound_and_each_token_has_its_
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 @pytest.mark.parametrize("by_prefix", [False, True])
 def test_no_completion_exceeds_its_budget(tmp_path: Path, tail: str, by_prefix: bool) -> None:
-    run = watched(tmp_path, tail=tail, sequence_by_prefix=by_prefix, **SEQUENCE)
+    schedule = f"sequence limit=0.12 by_prefix={by_prefix}"
+    run = watched(tmp_path, tail=tail, kl_bound_schedule=schedule)
     run.train()
     largest, reported = 0.0, per_update(run, "troll/sequence_kl_after/max")
     for (stats, counted), most in zip(run.seen, reported, strict=True):
@@ -421,14 +421,14 @@ def test_without_its_state_a_resumed_run_is_another_one_and_says_so(
     second = start(tmp_path, **RUNS["network and pull"])
     with caplog.at_level(logging.WARNING):
         second.train(resume_from_checkpoint=str(checkpoint))
-    assert "kl_bound adapts from 0.05 anew" in caplog.text
+    assert "kl_bound starts again at 0.05" in caplog.text
     assert logged(second, "troll/kl_bound")[4] == 0.05 != logged(whole("network and pull"), "troll/kl_bound")[4]
     assert furthest(weights(whole("network and pull")), weights(second)) > 0
 
 
 def test_other_settings_start_anew_and_the_same_ones_go_on(tmp_path: Path) -> None:
     checkpoint = interrupt(tmp_path, 4, **NETWORK)
-    second = start(tmp_path, bound="network", bound_target=0.02, allow_changes=True)
+    second = start(tmp_path, kl_bound_schedule="network target=0.02", allow_changes=True)
     second.train(resume_from_checkpoint=str(checkpoint))
     assert logged(second, "troll/kl_bound")[3] != 0.05
     assert logged(second, "troll/kl_bound")[4] == 0.05
@@ -436,7 +436,7 @@ def test_other_settings_start_anew_and_the_same_ones_go_on(tmp_path: Path) -> No
 
 def test_a_run_with_a_fixed_bound_writes_nothing_of_it(tmp_path: Path) -> None:
     about = json.loads((interrupt(tmp_path, 1) / ABOUT).read_text())
-    assert about.keys() == {"identity", "guards"}
+    assert about.keys() == {"fingerprint", "guards"}
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -445,22 +445,33 @@ def test_a_run_with_a_fixed_bound_writes_nothing_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"bound": "sometimes"}, "bound='sometimes'"),
-        ({"bound": "projected"}, "bound='projected' without bound_target"),
-        ({"bound": "network"}, "bound='network' without bound_target"),
-        ({"bound": "sequence"}, "without sequence_kl_bound"),
-        ({"bound": "schedule", "bound_end": 0.1}, "without bound_rollouts"),
-        ({"bound_target": 0.1}, "bound_target=0.1 with bound='fixed'"),
-        ({"bound": "entropy", "bound_end": 0.1}, "bound_end=0.1 with bound='entropy'"),
-        ({"bound_curve": "linear"}, "bound_curve='linear' with bound='fixed'"),
-        ({"bound_highest": 0.5}, "bound_highest=0.5 with bound='fixed'.*bound='entropy'"),
-        ({"bound_highest": 0.01, **ENTROPY}, "highest=0.01 with kl_bound=0.05"),
-        ({"bound_curve": "cosine", **SCHEDULE}, "bound_curve='cosine'"),
-        ({"sequence_by_prefix": True, **PROJECTED}, "sequence_by_prefix=True with bound='projected'"),
-        ({"trust_region": "clip", **PROJECTED}, "bound='projected' with trust_region='clip'"),
-        ({"trust_region": "none", **PULL}, "regression_tolerance=0.1 with trust_region='none'"),
-        ({"updates_per_generation": 1, **NETWORK}, "bound='network' with updates_per_generation=1"),
-        ({"updates_per_generation": 1, **PULL}, "regression_tolerance=0.1 with updates_per_generation=1"),
+        ({"kl_bound_schedule": "sometimes"}, "must be of kind geometric or linear .* got 'sometimes'"),
+        ({"kl_bound_schedule": "geometrical end=1"}, "Did you mean 'geometric'"),
+        ({"kl_bound_schedule": ""}, "got ''"),
+        ({"kl_bound_schedule": 0.1}, "must be a string or a dictionary, got 0.1"),
+        ({"kl_bound_schedule": "{kind: linear"}, "not valid JSON"),
+        ({"kl_bound_schedule": {"target": 0.1}}, "got None"),
+        ({"kl_bound_schedule": "projected"}, "'projected' needs target. For example 'projected target=0.03'"),
+        ({"kl_bound_schedule": "network"}, "'network' needs target"),
+        ({"kl_bound_schedule": "sequence"}, "'sequence' needs limit"),
+        ({"kl_bound_schedule": "geometric end=0.1"}, "'geometric' needs rollouts"),
+        ({"kl_bound_schedule": "linear"}, "'linear' needs end and rollouts"),
+        ({"kl_bound_schedule": "projected 0.1"}, "kind and name=value, got '0.1'"),
+        ({"kl_bound_schedule": "projected targt=0.1"}, "takes target, got targt=0.1. Did you mean 'target'"),
+        ({"kl_bound_schedule": "entropy end=0.1"}, "'entropy' takes max .optional., got end=0.1"),
+        ({"kl_bound_schedule": "projected target=much"}, "target of kl_bound_schedule must be a number, got 'much'"),
+        ({"kl_bound_schedule": "linear end=0.1 rollouts=2.5"}, "rollouts of kl_bound_schedule must be a whole number"),
+        ({"kl_bound_schedule": "sequence limit=1 by_prefix=perhaps"}, "by_prefix of .* must be true or false"),
+        ({"kl_bound_schedule": "entropy max=0.01"}, "0.01"),
+        ({"regression_coef_schedule": "linear end=2 rollouts=3"}, "regression_coef_schedule must be of kind projected"),
+        ({"trust_region": "clip", **PROJECTED}, "needs trust_region='troll', got trust_region='clip'"),
+        (
+            {"trust_region": "none", **PULL},
+            "regression_coef_schedule='projected target=0.1' needs trust_region='troll'",
+        ),
+        ({"trust_region": "none", "scale_regression": True}, "scale_regression=True needs trust_region='troll'"),
+        ({"updates_per_generation": 1, **NETWORK}, "at least 2 updates per rollout, got updates_per_generation=1"),
+        ({"updates_per_generation": 1, **PULL}, "at least 2 updates per rollout, got updates_per_generation=1"),
         (
             {
                 "updates_per_generation": None,
@@ -468,16 +479,16 @@ def test_a_run_with_a_fixed_bound_writes_nothing_of_it(tmp_path: Path) -> None:
                 "gradient_accumulation_steps": 2,
                 **NETWORK,
             },
-            "with updates_per_generation=None",
+            "got updates_per_generation=None",
         ),
-        ({**PROJECTED, **PULL}, "bound='projected' with regression_tolerance=0.1"),
-        ({"regression_coef": 0.0, **PULL}, "start=0.0"),
-        ({"regression_tolerance": 0.0}, "target=0.0"),
-        ({"kl_bound": math.inf, **PROJECTED}, "start=inf .bound='projected', kl_bound=inf"),
+        ({**PROJECTED, **PULL}, "both control the projected fraction"),
+        ({"regression_coef": 0.0, **PULL}, "start"),
+        ({"regression_coef_schedule": "projected target=0"}, "target"),
+        ({"kl_bound": math.inf, **PROJECTED}, "start.*kl_bound=inf"),
         ({"kl_bound": 0.0, **ENTROPY}, "kl_bound=0.0"),
-        ({"bound": "projected", "bound_target": 3.0}, "target=3.0"),
-        ({**SCHEDULE, "bound_rollouts": 0}, "over 0 rollouts"),
-        ({**SEQUENCE, "sequence_kl_bound": -1.0}, "limit=-1.0"),
+        ({"kl_bound_schedule": "projected target=3"}, "target"),
+        ({"kl_bound_schedule": "geometric end=0.01 rollouts=0"}, "rollouts"),
+        ({"kl_bound_schedule": "sequence limit=-1"}, "limit"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
@@ -485,14 +496,32 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, given: dict[str, Any], w
         config(tmp_path, **given)
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("geometric   rollouts=50 end=0.010", "geometric end=0.01 rollouts=50"),
+        ({"kind": "geometric", "end": 0.01, "rollouts": 50}, "geometric end=0.01 rollouts=50"),
+        ('{"kind": "geometric", "end": 0.01, "rollouts": 50}', "geometric end=0.01 rollouts=50"),
+        ("entropy", "entropy"),
+        ({"kind": "entropy", "max": None}, "entropy"),
+        ("sequence limit=2 by_prefix=True", "sequence limit=2.0 by_prefix=true"),
+        (None, None),
+    ],
+)
+def test_a_schedule_has_one_spelling_and_survives_it(tmp_path: Path, given: Any, line: str | None) -> None:
+    assert config(tmp_path, kl_bound_schedule=given).kl_bound_schedule == line
+    assert canonical_schedule("kl_bound_schedule", line) == line
+    assert canonical_schedule("kl_bound_schedule", parse_schedule("kl_bound_schedule", line)) == line
+
+
 def test_the_page_has_every_kind_and_every_field_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "bounds.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", page, flags=re.MULTILINE)
-    del rows[0]  # the head of the first table
-    kinds = get_args(BoundKind)
-    assert tuple(name for name, _ in rows[: len(kinds)]) == kinds
-    shown = {name: ast.literal_eval(default.strip("`")) for name, default in rows[len(kinds) :]}
-    assert shown == {field.name: field.default for field in dataclasses.fields(BoundSettings)}
+    rows = re.findall(r"^\| `(\w+)[^`|]*` \| (.+?) \| .+ \|$", page, flags=re.MULTILINE)
+    kinds = tuple(name for name, _ in rows if name in BOUND_SCHEDULES)
+    assert kinds == tuple(BOUND_SCHEDULES)
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(TROLLConfig)}
+    shown = {name: ast.literal_eval(default.strip("`")) for name, default in rows if name in defaults}
+    assert shown == {x: defaults[x] for x in ("kl_bound_schedule", "regression_coef_schedule", "scale_regression")}
 
 
 @pytest.mark.parametrize("given", [{"updates_per_generation": 1, **SCHEDULE}, {"kl_bound": math.inf, **SEQUENCE}])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
-from dataclasses import MISSING, Field, fields
+import pickle
+import re
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from datasets import Dataset
 from trl import GRPOConfig, TrlParser
 from trl_cases import DEFAULTS, config, logged, lower_case, prompts, stock_trainer, trainer
 
@@ -80,16 +84,16 @@ def test_a_schedule_is_eight_updates_or_what_was_set(
     ],
 )
 def test_a_schedule_that_contradicts_itself_is_refused(tmp_path: Path, given: dict[str, int], named: str) -> None:
-    with pytest.raises(InputError, match="a schedule that agrees") as refusal:
+    with pytest.raises(InputError, match="is the number of updates") as refusal:
         plain(tmp_path, **given)
-    assert named in refusal.value.given
-    assert f"updates_per_generation={given['updates_per_generation']}" in refusal.value.given
-    assert refusal.value.hint == "setting updates_per_generation alone"
+    assert named in refusal.value.problem
+    assert f"updates_per_generation={given['updates_per_generation']}" in refusal.value.problem
+    assert refusal.value.fix == "Set updates_per_generation alone"
 
 
 @pytest.mark.parametrize("updates", [0, -1])
 def test_a_rollout_is_used_for_at_least_one_update(tmp_path: Path, updates: int) -> None:
-    with pytest.raises(InputError, match=f"updates_per_generation={updates}; expected: at least 1"):
+    with pytest.raises(InputError, match=f"updates_per_generation must be ≥ 1, got {updates}"):
         plain(tmp_path, updates_per_generation=updates)
 
 
@@ -99,14 +103,13 @@ def test_a_rollout_is_used_for_at_least_one_update(tmp_path: Path, updates: int)
         {"updates_per_generation": 5, "num_iterations": 2},
         {"updates_per_generation": 1, "num_iterations": 2},
         {"updates_per_generation": 3, "num_iterations": 4, "gradient_accumulation_steps": 2},
-        {"updates_per_generation": 2.5},
     ],
 )
 def test_updates_that_do_not_go_evenly_into_a_rollout_are_refused(tmp_path: Path, given: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="go evenly into the passes over a rollout") as refusal:
+    with pytest.raises(InputError, match="must be a multiple of num_iterations") as refusal:
         plain(tmp_path, **given)
     for name, value in given.items():
-        assert f"{name}={value}" in refusal.value.given
+        assert f"{name}={value}" in refusal.value.problem
 
 
 def test_TRLs_own_refusals_stay(tmp_path: Path) -> None:
@@ -197,14 +200,15 @@ def test_values_at_the_edge_are_accepted(tmp_path: Path, given: dict[str, Any]) 
 def test_a_loss_that_bounds_the_ratio_in_its_own_way_is_refused(
     tmp_path: Path, loss_type: str, instead: str, trust_region: str
 ) -> None:
-    with pytest.raises(InputError, match="bound or reweigh the ratio in a way of their own") as refusal:
+    with pytest.raises(InputError, match="bounds or reweights the ratio itself") as refusal:
         plain(tmp_path, loss_type=loss_type, trust_region=trust_region)
-    assert refusal.value.given == f"loss_type={loss_type!r} with trust_region={trust_region!r}"
+    assert f"loss_type={loss_type!r}" in refusal.value.problem
+    assert f"trust_region={trust_region!r}" in refusal.value.problem
     for allowed in ("dapo", "grpo", "bnpo", "dr_grpo", "luspo"):
-        assert allowed in refusal.value.expected
-    assert f"'{instead}'" in refusal.value.hint
-    assert f"'{loss_type}'" in refusal.value.hint
-    assert "trust_region='clip'" in refusal.value.hint
+        assert allowed in refusal.value.problem
+    assert f"'{instead}'" in refusal.value.fix
+    assert f"'{loss_type}'" in refusal.value.fix
+    assert "trust_region='clip'" in refusal.value.fix
     assert plain(tmp_path, loss_type=loss_type, trust_region="clip").loss_type == loss_type
 
 
@@ -215,21 +219,24 @@ def test_losses_without_a_bound_once_epsilon_is_infinite_are_accepted(tmp_path: 
 
 @pytest.mark.parametrize("trust_region", ["troll", "none"])
 def test_a_second_clip_is_refused(tmp_path: Path, trust_region: str) -> None:
-    with pytest.raises(InputError, match="the projection bounds the policy already") as refusal:
+    with pytest.raises(InputError, match="an upper clip of the ratio, cannot be combined") as refusal:
         plain(tmp_path, delta=4.0, trust_region=trust_region)
-    assert refusal.value.given == f"delta=4.0 with trust_region={trust_region!r}"
+    assert "delta=4.0" in refusal.value.problem
+    assert f"trust_region={trust_region!r}" in refusal.value.problem
     assert plain(tmp_path, delta=4.0, trust_region="clip").delta == 4.0
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_options_that_only_TRLs_own_estimator_reads_are_refused_with_another(tmp_path: Path, estimator: str) -> None:
-    with pytest.raises(InputError, match=f"scale_rewards='batch' with advantage_estimator='{estimator}'") as refusal:
+    with pytest.raises(
+        InputError, match=f"scale_rewards='batch' has no effect with advantage_estimator='{estimator}'"
+    ) as refusal:
         plain(tmp_path, advantage_estimator=estimator, scale_rewards="batch")
-    assert "only advantage_estimator='grpo' reads it" in refusal.value.hint
+    assert "only advantage_estimator='grpo' uses it" in refusal.value.fix
     with pytest.raises(InputError, match="one reward per sample") as refusal:
         plain(tmp_path, advantage_estimator=estimator, multi_objective_aggregation="normalize_then_sum")
-    assert "'normalize_then_sum'" in refusal.value.given
-    assert estimator in refusal.value.given
+    assert "'normalize_then_sum'" in refusal.value.problem
+    assert estimator in refusal.value.problem
     for scale in ("group", "none"):
         assert plain(tmp_path, advantage_estimator=estimator, scale_rewards=scale).scale_rewards == scale
 
@@ -237,6 +244,64 @@ def test_options_that_only_TRLs_own_estimator_reads_are_refused_with_another(tmp
 def test_TRLs_own_estimator_keeps_all_its_options(tmp_path: Path) -> None:
     args = plain(tmp_path, scale_rewards="batch", multi_objective_aggregation="normalize_then_sum")
     assert (args.advantage_estimator, args.scale_rewards) == ("grpo", "batch")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("kl_bound", "0.1", "kl_bound must be a number, got the str '0.1'. Write kl_bound=0.1."),
+        ("kl_bound", True, "kl_bound must be a number, got the bool True. Pass a number."),
+        ("kl_bound", [0.1], "kl_bound must be a number, got the list [0.1]. Pass a number."),
+        ("max_support", 64.0, "max_support must be a whole number, got the float 64.0. Pass a whole number."),
+        ("updates_per_generation", 2.5, "updates_per_generation must be a whole number, got the float 2.5."),
+        ("measure_kl", "yes", "measure_kl must be True or False, got the str 'yes'. Pass True or False."),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_field_and_the_type(
+    tmp_path: Path, name: str, value: Any, sentence: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        plain(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("kl_bounds", "kl_bound"),
+        ("update_per_generation", "updates_per_generation"),
+        ("learning_rates", "learning_rate"),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_nearest(tmp_path: Path, name: str, near: str) -> None:
+    with pytest.raises(InputError, match=f"TROLLConfig has no field '{name}'\\. Did you mean '{near}'\\?"):
+        plain(tmp_path, **{name: 0.1})
+    with pytest.raises(InputError, match=r"no field 'zzz'\. docs/settings\.md lists all fields"):
+        plain(tmp_path, zzz=1)
+
+
+def test_a_configuration_can_be_copied_and_subclassed(tmp_path: Path) -> None:
+    @dataclass
+    class Mine(TROLLConfig):
+        extra: int = 1
+
+    assert Mine(str(tmp_path), **DEFAULTS, extra=2).extra == 2
+    with pytest.raises(InputError, match="Did you mean 'extra'"):
+        Mine(str(tmp_path), **DEFAULTS, extr=2)
+    args = plain(tmp_path, kl_bound=0.07)
+    for again in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert again.to_dict() == args.to_dict()
+
+
+def test_a_preset_fills_in_what_is_not_set(tmp_path: Path) -> None:
+    names = ("kl_bound", "regression_coef", "tail", "max_support", "tail_mass")
+    values = {
+        preset: [getattr(plain(tmp_path, preset=preset), name) for name in names] for preset in ("default", "paper")
+    }
+    assert values == {"default": [0.2, 1.0, "bucket", 64, 1e-5], "paper": [0.05, 1.0, "floor", 64, 1e-5]}
+    mine = plain(tmp_path, preset="paper", kl_bound=0.3, tail="bucket")
+    assert (mine.kl_bound, mine.tail, mine.max_support) == (0.3, "bucket", 64)
+    with pytest.raises(InputError, match=r"preset must be 'default' or 'paper', got 'papers'\. Did you mean 'paper'"):
+        plain(tmp_path, preset="papers")
 
 
 # ------------------------------------------------------------------ fields, command lines, dictionaries
@@ -252,6 +317,7 @@ FLAGS = {
     "updates_per_generation": 2,
     "advantage_estimator": "rloo",
     "measure_kl": True,
+    "kl_bound_schedule": "linear end=0.01 rollouts=5",
     "disable_dropout": False,
 }
 
@@ -265,6 +331,7 @@ def test_every_new_field_says_what_it_is_and_only_dropout_has_another_default() 
     ours = {entry.name: entry for entry in fields(TROLLConfig)}
     new = ours.keys() - theirs.keys()
     assert new >= FLAGS.keys() - {"disable_dropout"}
+    assert new >= {"preset", "kl_bound_schedule", "regression_coef_schedule", "on_invalid_reward"}
     for name in {*new, "disable_dropout"}:
         assert len(ours[name].metadata["help"]) > 20, name
     changed = {name for name in theirs if default_of(ours[name]) != default_of(theirs[name])}
@@ -339,9 +406,9 @@ def test_a_schedule_on_which_nothing_can_act_is_said_once(
     run = trainer(tmp_path, trust_region=trust_region, max_steps=2, max_completion_length=2, **schedule)
     run.train()
     (message,) = warnings_of(caplog)
-    assert "No trust region acts on this schedule" in message
+    assert "has no effect on this schedule" in message
     assert f"gradient_accumulation_steps={run.args.gradient_accumulation_steps}" in message
-    assert f"trust_region={trust_region!r} changes nothing" in message
+    assert f"trust_region={trust_region!r} has no effect" in message
     assert "Set updates_per_generation=8." in message
 
 
@@ -381,16 +448,43 @@ def test_epsilon_is_TRLs_with_clip_and_infinite_with_none(
     assert (run.epsilon_low, run.epsilon_high) == expected
 
 
+@pytest.mark.parametrize(("warmup", "warns"), [(4, True), (9, True), (3, False), (0, False)])
+def test_a_warm_up_that_never_ends_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, warmup: int, warns: bool
+) -> None:
+    trainer(tmp_path, warmup_steps=warmup, max_steps=4)
+    expected = f"warmup_steps={warmup} is not below max_steps=4: the learning rate never reaches 0.01"
+    assert [expected in message for message in warnings_of(caplog)] == [True] * warns
+
+
 # ------------------------------------------------------------------ what is checked at the start
+
+
+@pytest.mark.parametrize(
+    ("columns", "likely"),
+    [(["answer", "question"], "question"), (["id", "problem"], "problem"), (["first", "second"], "first")],
+)
+@pytest.mark.parametrize("which", ["train_dataset", "eval_dataset", "several"])
+def test_a_dataset_without_prompts_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, columns: list[str], likely: str, which: str
+) -> None:
+    data = Dataset.from_dict({name: ["x"] * 64 for name in columns})
+    given = {"train_dataset": prompts(), **({"eval_dataset": {"a": data}} if which == "several" else {which: data})}
+    named = "eval_dataset['a']" if which == "several" else which
+    fix = f'dataset.rename_column("{likely}", "prompt")'
+    with pytest.raises(InputError, match=re.escape(f"{named} has no column 'prompt', its columns are")) as refusal:
+        TROLLTrainer("there/is-no-such-model", lower_case, config(tmp_path), **given)
+    assert fix in refusal.value.fix
+    assert ", ".join(map(repr, columns)) in refusal.value.problem
 
 
 def test_a_data_set_smaller_than_a_rollout_is_refused(tmp_path: Path) -> None:
     """TRL drops what does not fill a rollout, and would end before its first step."""
-    with pytest.raises(InputError, match="a train_dataset of 7 prompts; expected: at least 8") as refusal:
+    with pytest.raises(InputError, match="train_dataset has 7 prompts, fewer than the 8 of one rollout") as refusal:
         trainer(tmp_path, train_dataset=prompts(7))
-    assert "generation_batch_size=32" in refusal.value.expected
-    assert "num_generations=4" in refusal.value.expected
-    assert "fewer updates_per_generation" in refusal.value.hint
+    assert "generation_batch_size=32" in refusal.value.problem
+    assert "num_generations=4" in refusal.value.problem
+    assert "fewer updates_per_generation" in refusal.value.fix
     run = trainer(tmp_path, train_dataset=prompts(8), max_steps=1, max_completion_length=2)
     run.train()
     assert run.state.global_step == 1
@@ -447,9 +541,9 @@ def test_a_model_without_dropout_needs_nothing_switched_off(tmp_path: Path) -> N
 def test_a_configuration_of_TRL_is_refused_with_the_one_to_use(tmp_path: Path) -> None:
     model, processing = tiny_models.build("dense")
     args = GRPOConfig(str(tmp_path), **DEFAULTS)
-    with pytest.raises(InputError, match="args of type GRPOConfig; expected: a TROLLConfig") as refusal:
+    with pytest.raises(InputError, match="args must be a TROLLConfig, got a GRPOConfig") as refusal:
         TROLLTrainer(model, lower_case, args, prompts(), processing_class=processing)
-    assert refusal.value.hint == "TROLLConfig(...) in place of GRPOConfig(...)"
+    assert refusal.value.fix == "Use TROLLConfig(...)"
 
 
 @pytest.mark.parametrize("as_name", [True, False], ids=["a name", "a model"])

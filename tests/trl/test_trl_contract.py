@@ -24,7 +24,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl_cases import stock_trainer, trainer
 
 from troll.trl import TROLLTrainer
-from troll.trl.forward import Forward, Scorer, Scores, _rows
+from troll.trl.forward import Forward, Scorer, TokenScores, _rows
 from troll.trl.passes import OldPolicyRecorder, ProjectedScorer
 
 HEAD_PARAMETERS = [
@@ -96,10 +96,10 @@ STATE = {  # attributes that are not methods
         "_to_push",
         "_resumed",
         "_renamed",
-        "_identity",
+        "_fingerprint",
         "_changed",
     ),
-    *("_makes_optimizer", "_update", "_told", "guards", "region"),
+    *("_makes_optimizer", "_update", "_measured", "_reported_faults", "guards", "region"),
 }
 
 
@@ -220,9 +220,11 @@ class Halves:
     def wants(self, model: Any) -> bool:
         return True
 
-    def score(self, forward: Forward) -> Scores:
+    def begin(self) -> None: ...
+
+    def score(self, forward: Forward) -> TokenScores:
         self.forwards.append(forward)
-        return Scores(forward.sampled / 2 + 0 * forward.hidden.sum(), -forward.sampled / 2)
+        return TokenScores(forward.sampled / 2 + 0 * forward.hidden.sum(), -forward.sampled / 2)
 
     def finish(self, log_probs: Tensor) -> None: ...
 
@@ -272,7 +274,7 @@ def test_the_model_receives_labels_and_fused_lm_head_and_its_rows_come_back_at_t
 
 @pytest.mark.parametrize("uses", [0, 2])
 def test_a_forward_that_uses_its_head_never_or_twice_is_an_error_and_no_fallback(uses: int) -> None:
-    with pytest.raises(RuntimeError, match=f"used its fused head {uses} times instead of once"):
+    with pytest.raises(RuntimeError, match=f"called its fused head {uses} times instead of once"):
         Scorer(FakeModel(uses), Halves(), 3)(**fake_inputs())
     assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
 
@@ -284,7 +286,7 @@ def test_a_forward_that_asks_its_head_for_other_outputs_is_an_error() -> None:
 
 
 def test_rows_that_do_not_fit_the_sequences_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="given 9 rows for 2 sequences of 3"):
+    with pytest.raises(RuntimeError, match="received 9 rows for 2 sequences of 3"):
         Scorer(FakeModel(extra_rows=1), Halves(), 3)(**fake_inputs())
 
 
@@ -314,9 +316,9 @@ def test_an_output_that_a_wrapper_rounds_keeps_the_exact_value_and_its_gradient(
     """FSDP2 in mixed precision returns bf16: a log-ratio of 1e-3 would be lost."""
 
     class Weights(Halves):
-        def score(self, forward: Forward) -> Scores:
+        def score(self, forward: Forward) -> TokenScores:
             exact = forward.hidden[:, 0] * (1 + forward.sampled * 1e-4)
-            return Scores(exact, exact)
+            return TokenScores(exact, exact)
 
     class Rounds(FakeModel):
         def __call__(self, **inputs: Any) -> Any:
@@ -354,7 +356,7 @@ def test_rows_are_found_in_all_positions_in_labelled_tokens_alone_and_behind_vir
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     assert rows(nothing, 0) == rows(nothing, 10) == []
     for total in (2, 5, 7, 11):
-        with pytest.raises(RuntimeError, match=f"given {total} rows for 2 sequences of 3"):
+        with pytest.raises(RuntimeError, match=f"received {total} rows for 2 sequences of 3"):
             _rows(labelled, total)
 
 
@@ -508,7 +510,7 @@ class Watched(OldPolicyRecorder):
         super().__init__(*arguments)
         self.forwards: list[Forward] = []
 
-    def score(self, forward: Forward) -> Scores:
+    def score(self, forward: Forward) -> TokenScores:
         self.forwards.append(forward)
         return super().score(forward)
 
@@ -608,5 +610,5 @@ def test_only_the_first_pass_of_the_policy_is_recorded_and_a_reference_model_is_
     assert record.of(first) == policies
     assert (first - other).abs().max() > 0.1
     for wrong in (second, first.clone()):
-        with pytest.raises(RuntimeError, match="not those of the first pass of its policy"):
+        with pytest.raises(RuntimeError, match="do not come from the first scoring pass"):
             record.of(wrong)

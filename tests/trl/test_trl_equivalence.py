@@ -17,7 +17,7 @@ from trl_cases import DEFAULTS, furthest, logged, lower_case, pairs, prompts, tr
 import troll
 from troll.policy import PackedPolicy
 from troll.trl import TROLLTrainer
-from troll.trl.robust import rollout_state as rollout
+from troll.trl.passes import OLD_POLICY
 
 # Plain gradient steps without clipping of the gradient: Adam would hide a factor in the loss.
 STEPS: dict[str, Any] = {
@@ -198,7 +198,7 @@ def test_a_rollout_used_once_trains_as_TRL_bit_for_bit_and_records_no_old_policy
     run = trained(ours(tmp_path, updates_per_generation=1))
     assert rollouts(run) == 8
     assert furthest(weights(run), weights(trained(stock(tmp_path, steps_per_generation=1)))) == 0.0
-    assert rollout.OLD_POLICY not in run._buffered_inputs[0]
+    assert OLD_POLICY not in run._buffered_inputs[0]
 
 
 def test_an_active_bound_and_its_regression_do_change_the_training(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_old_policies_stay_with_their_sequences_through_TRLs_shuffle_and_split(
     assert lengths.min() < 4
     assert lengths.max() == 8
     for batch in batches:
-        old, counted = sequences_of(batch[rollout.OLD_POLICY]), batch["completion_mask"].bool()
+        old, counted = sequences_of(batch[OLD_POLICY]), batch["completion_mask"].bool()
         assert torch.equal(old.valid, counted)
         assert torch.equal(old.sampled[counted], batch["completion_ids"][counted])
         assert torch.equal(old.sampled_log_probs[counted], batch["old_per_token_logps"][counted])
@@ -296,7 +296,7 @@ def test_the_first_pass_gives_the_log_probabilities_that_TRL_would_have_as_old(t
         assert torch.equal(mine["completion_ids"], theirs["completion_ids"])
         # Log-probabilities of up to 9 from fp32 sums over 263 tokens in another order.
         torch.testing.assert_close(mine["old_per_token_logps"], theirs["old_per_token_logps"], rtol=0, atol=3e-6)
-        assert mine.keys() - theirs.keys() == {rollout.OLD_POLICY, "troll_rewards"}
+        assert mine.keys() - theirs.keys() == {OLD_POLICY, "troll_rewards"}
 
 
 def test_the_first_update_on_a_rollout_has_a_ratio_of_one(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ LOSS_TYPES = ["dapo", "grpo", "bnpo", "dr_grpo", "luspo"]
 def on_policy(run: TROLLTrainer, training: bool) -> tuple[dict[str, Any], Tensor, Tensor]:
     """A batch with an advantage of its own for each token, and the loss TRL makes of it: all ratios are one."""
     with_rollout(run)
-    batch = {k: v for k, v in run._buffered_inputs[1].items() if k not in ("old_per_token_logps", rollout.OLD_POLICY)}
+    batch = {k: v for k, v in run._buffered_inputs[1].items() if k not in ("old_per_token_logps", OLD_POLICY)}
     mask = batch["completion_mask"].clone()
     assert 0 < mask.sum() < mask.numel()
     batch["tool_mask"] = torch.ones_like(mask)

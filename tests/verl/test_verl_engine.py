@@ -189,7 +189,7 @@ def test_without_a_bound_it_is_verls_loss_without_a_clip(folder: Path, form: str
 def test_trl_agrees_too(folder: Path, tmp_path: Path) -> None:
     import trl_cases
 
-    from troll.trl.robust import rollout_state as trl_rollout
+    from troll.trl.passes import OLD_POLICY
 
     batch = verl_cases.rollout()
     old_model, model = models(folder)
@@ -212,7 +212,7 @@ def test_trl_agrees_too(folder: Path, tmp_path: Path) -> None:
         "advantages": padded(batch["advantages"]),
         "old_per_token_logps": old.sampled_log_probs,
         "num_items_in_batch": mask.sum(),
-        trl_rollout.OLD_POLICY: old.pack().sequences(),
+        OLD_POLICY: old.pack().sequences(),
     }
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()

@@ -1,4 +1,4 @@
-"""TRL's rewards → advantages by the estimators of ``troll.advantages``."""
+"""Advantages of TRL's rewards by the estimators of ``troll.advantages``, where some samples have no reward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_bas
 
 
 def estimate(estimator: Estimator, rewards: Tensor, group_size: int, loss_mask: Tensor) -> Tensor:
-    """Advantages of all samples of a rollout, [B] or [B, T].
+    """Return the advantages of all samples of a rollout, [B] or [B, T].
 
     Args:
-        estimator: any but ``"grpo"``, which is left to TRL.
-        rewards: [B], NaN where no reward function could score the sample: its advantage is 0 and it is in no baseline.
-        group_size: consecutive samples of one prompt.
+        estimator: any but ``"grpo"``, which TRL computes itself.
+        rewards: [B], NaN where no reward function scored the sample: its advantage is 0 and no baseline includes it.
+        group_size: number of consecutive samples of one prompt.
         loss_mask: [B, T].
     """
     scored = ~rewards.isnan()

@@ -1,4 +1,7 @@
-"""The two passes over a batch: ``OldPolicyRecorder`` scores a rollout, ``ProjectedScorer`` an update on it."""
+"""The two passes over a batch: ``OldPolicyRecorder`` scores a rollout, ``ProjectedScorer`` an update on it.
+
+Both are a ``Pass`` of ``forward``: TRL runs its model, they turn hidden states into log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,20 @@ from troll.objective import constrain, network_kl, ratios, token_stats
 from troll.objective.bounds import Bound, FixedBound
 from troll.policy import PackedPolicy, SparsePolicy
 from troll.trl.config import TROLLConfig
-from troll.trl.forward import Forward, Scores
+from troll.trl.forward import Forward, TokenScores
+
+OLD_POLICY = "troll_old_policy"
+"""Key of a batch: the sparse old policy, one ``PackedPolicy`` per sequence."""
+BOUND_MEAN = "troll_bound_mean"
+"""Key of a batch: [] mean over the rollout of the quantity that token bounds are relative to."""
+ADVANTAGE_SIZE = "troll_advantage_size"
+"""Key of a batch: [] mean |A| over the counted tokens of the rollout."""
+REWARDS = "troll_rewards"
+"""Key of a batch: [B] reward of each completion, NaN where there is none."""
 
 
 class OldPolicyRecorder:
-    """Scores a rollout as TRL does, and keeps the sparse old policy."""
+    """TokenScores a rollout as TRL does, and keeps the sparse old policy."""
 
     def __init__(self, model: Any, args: TROLLConfig) -> None:
         self.model, self.args = model, args
@@ -25,11 +37,15 @@ class OldPolicyRecorder:
         self.log_probs: Tensor | None = None
 
     def wants(self, model: Any) -> bool:
-        """The first pass of the policy: with a LoRA adapter, that of the reference is made by the same model."""
+        """Return True for the first pass of the policy; with LoRA, the same model scores the reference afterwards."""
         return model is self.model and self.log_probs is None
 
-    def score(self, forward: Forward) -> Scores:
-        """Log-probabilities of the full softmax."""
+    def begin(self) -> None:
+        """Drop the policies of an attempt that ran out of memory."""
+        self.policies.clear()
+
+    def score(self, forward: Forward) -> TokenScores:
+        """Log-probabilities of the full softmax, as TRL computes them."""
         policy, entropy = forward.head.sparsify(
             forward.hidden,
             forward.sampled,
@@ -38,21 +54,21 @@ class OldPolicyRecorder:
             temperature=forward.temperature,
         )
         self.policies += _on_grid(policy, forward).pack().sequences()
-        return Scores(policy.sampled_log_probs, entropy)
+        return TokenScores(policy.sampled_log_probs, entropy)
 
     def finish(self, log_probs: Tensor) -> None:
-        """Remember whose policies these are."""
+        """Keep the log-probabilities that the recorded policies belong to."""
         self.log_probs = log_probs
 
     def of(self, old_log_probs: Tensor) -> list[PackedPolicy]:
-        """The recorded policies, one per sequence; they must be the ones these log-probabilities come from."""
+        """The recorded policies, one per sequence; ``old_log_probs`` must come from the same pass."""
         if self.log_probs is not old_log_probs:
-            raise RuntimeError("the old log-probabilities TRL uses are not those of the first pass of its policy")
+            raise RuntimeError("TRL's old log-probabilities do not come from the first scoring pass of its policy")
         return self.policies
 
 
 class ProjectedScorer:
-    """Scores the policy as it is now, brought into the trust region around the old one.
+    """TokenScores the policy as it is now, brought into the trust region around the old one.
 
     TRL takes the ratio to ``old_log_probs``, the full softmax of the old policy. What it is given makes that the ratio
     of the projected policy. With another ``trust_region`` than ``"troll"``, TRL's own loss is only measured.
@@ -74,18 +90,21 @@ class ProjectedScorer:
         """[B, T], differentiable."""
         self.names: list[str] = []
         self.stats: Tensor | None = None
-        """[B, T, …] numbers per token with these names, and last whether the token counts."""
+        """[B, T, len(names) + 1] statistics per token, and 1 where the token counts."""
         self.checks: DeferredChecks = []
-        """To be resolved when TRL's loss is launched."""
+        """Run after TRL's loss is launched."""
 
     def wants(self, model: Any) -> bool:
-        """Every forward of an update."""
+        """Return True: every forward of an update belongs to the pass."""
         return True
 
-    def score(self, forward: Forward) -> Scores:
-        """Log-probabilities of the projected policy; those of the old policy where a token does not count."""
+    def begin(self) -> None:
+        """Nothing is kept from an earlier attempt."""
+
+    def score(self, forward: Forward) -> TokenScores:
+        """Log-probabilities of the projected policy; those of the old policy where a token is masked out."""
         if forward.sequences != slice(0, len(self.loss_mask)):
-            raise RuntimeError(f"TRL scores sequences {forward.sequences} of an update of {len(self.loss_mask)}")
+            raise RuntimeError(f"TRL scored sequences {forward.sequences} of an update of {len(self.loss_mask)}")
         at, args, hidden = forward.places, self.args, forward.hidden
         counted = self.loss_mask.flatten()[at]
         old, old_log_probs = self.old.flatten()[at], self.old_log_probs.flatten()[at]
@@ -117,10 +136,10 @@ class ProjectedScorer:
         self.names = list(stats)
         self.stats = forward.on_grid(torch.stack([*stats.values(), counted.to(ratio.dtype)], dim=-1))
         self.regression = None if pull is None else forward.on_grid(pull)
-        return Scores(log_probs, entropy)
+        return TokenScores(log_probs, entropy)
 
     def _bounds(self, forward: Forward, proposal: SparsePolicy, old: SparsePolicy) -> float | Tensor:
-        """ε, one number or one per token of this forward, [N]."""
+        """ε: one number, or one per token of this forward, [N]."""
         bounds = self.bound.token_bounds(
             self.old,
             forward.labelled & self.loss_mask,
@@ -130,7 +149,7 @@ class ProjectedScorer:
         return bounds.flatten()[forward.places] if isinstance(bounds, Tensor) else bounds
 
     def finish(self, log_probs: Tensor) -> None:
-        """Nothing is left to do."""
+        """Nothing is left to do after the pass."""
 
 
 def _on_grid(policy: SparsePolicy, forward: Forward) -> SparsePolicy:

@@ -1,4 +1,18 @@
-"""``TROLLTrainer``: TRL's ``GRPOTrainer`` with a trust region in place of the clip."""
+"""How TROLL hooks into TRL: five methods of ``GRPOTrainer``, wrapped and never copied.
+
+=======================================  ===============================================================================
+``_generate_and_score_completions``      A rollout is generated and scored by TRL; while TRL scores it, the sparse old
+                                         policy π_old of every token is recorded and attached to the batch.
+``_get_per_token_logps_and_entropies``   TRL's scoring function. Our pass (``passes``) runs inside its forward
+                                         (``forward``): it records π_old, or returns projected log-probabilities.
+``_compute_loss``                        TRL's loss on the ratio of the projected policy, plus α times the regression.
+``_calculate_rewards``                   Keeps the rewards, for the advantage estimators that TRL does not have.
+``_generate_single_turn``                Generation with faster decoding; same tokens.
+=======================================  ===============================================================================
+
+TRL's clip becomes the identity (ε_low = ε_high = ∞). Aggregation, masks, reference KL, importance-sampling correction,
+tools, vision and logging are TRL's own. ``TROLLTrainer`` combines this with ``robust``: checkpoints, resume, guards.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +23,343 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
 from torch import Tensor
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from troll.deferred import run_checks
 from troll.errors import InputError
-from troll.modeling import check_dropout
+from troll.modeling import check_dropout, disable_broken_cudnn_attention, gqa_decoding
 from troll.objective import Aggregation, TokenStats, aggregate, summarise
 from troll.objective.bounds import Measured
-from troll.trl import startup_checks as startup
+from troll.objective.metrics import reduction
 from troll.trl.config import TROLLConfig
 from troll.trl.estimators import estimate
 from troll.trl.forward import Pass, Scorer
-from troll.trl.generation import token_by_token
-from troll.trl.passes import OldPolicyRecorder, ProjectedScorer
-from troll.trl.region_state import Region
-from troll.trl.robust import rollout_state as rollout
-from troll.trl.robust.checkpoints import Checkpointed
-from troll.trl.robust.guards import Guarded
-from troll.trl.robust.skipped_batches import REWARDS
+from troll.trl.passes import ADVANTAGE_SIZE, BOUND_MEAN, OLD_POLICY, REWARDS, OldPolicyRecorder, ProjectedScorer
+from troll.trl.robust.trainer import RobustTrainer
+from troll.trl.trust_region import TrustRegionState
 
 logger = get_logger(__name__)
 
 
-class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
+_REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
+
+
+class TrustRegionTrainer(GRPOTrainer):
+    """``GRPOTrainer`` with a KL trust region instead of the clip."""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: TROLLConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = TROLLConfig(f"{name.split('/')[-1]}-TROLL")
+        elif not isinstance(args, TROLLConfig):
+            raise InputError(f"args must be a TROLLConfig, got a {type(args).__name__}", "Use TROLLConfig(...)")
+        check_prompts("train_dataset", train_dataset)  # before the model is loaded
+        check_prompts("eval_dataset", eval_dataset)
+        _disable_broken_attention()
+        self.region = TrustRegionState(args)
+        self._pass: Pass | None = None
+        self._rewards: Tensor | None = None
+        self._measured: list[Measured] = []
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
+        if args.trust_region != "clip":
+            self.epsilon_low = self.epsilon_high = math.inf  # TRL's clip becomes the identity
+        self._check_rollout_size()
+        if args.trust_region == "troll":
+            check_dropout(
+                self.model,
+                "disable_dropout=True, the default; or 0.0 for it in the configuration of the model or the adapter",
+            )
+        self.add_callback(_EndOfUpdate(self))
+        args.warn_about_settings()
+
+    # ------------------------------------------------------------------ the five wrapped methods of TRL
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        other_engine = self.use_vllm or self.use_transformers_continuous_batching
+        with nullcontext() if other_engine else fast_decoding(self.accelerator):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        recorder = OldPolicyRecorder(self.model, self.args)
+        with self._scored_by(recorder if self._needs_old_policy else None):
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self._needs_old_policy:
+            output[OLD_POLICY] = recorder.of(output["old_per_token_logps"])
+            output |= self._bound_mean(output)
+        if self.args.advantage_estimator != "grpo":
+            output["advantages"] = self._advantages(_loss_mask(output))
+        if self._needs_old_policy and self.args.scale_regression:
+            output[ADVANTAGE_SIZE] = self._advantage_size(output["advantages"], _loss_mask(output))
+        if self._mode == "train":
+            size = len(output["completion_ids"])
+            output[REWARDS] = self._weighted_rewards[self.accelerator.process_index * size :][:size]
+            self.region.begin_rollout()
+        return output
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *rest: Any, **kwargs: Any
+    ) -> Any:
+        scoring = self._pass if self._pass is not None and self._pass.wants(model) else None
+        if scoring is not None:
+            model = Scorer(model, scoring, logits_to_keep)
+        result = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *rest, **kwargs
+        )
+        if scoring is not None:
+            scoring.finish(result[0])
+        return result
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        old = inputs.get(OLD_POLICY)
+        if old is None:
+            loss: Tensor = super()._compute_loss(model, inputs)
+        else:
+            mask = _loss_mask(inputs)
+            bound = self.region.bound, inputs.get(BOUND_MEAN)
+            step = ProjectedScorer(old, inputs["old_per_token_logps"], mask, self.args, *bound)
+            with self._scored_by(step):
+                loss = super()._compute_loss(model, inputs)
+            if step.regression is not None:
+                loss = loss + self._regression_coef(inputs) * self._aggregate(step.regression, mask, inputs)
+            try:
+                run_checks(step.checks)
+            except InputError as error:
+                self._on_failed_check(error, step)
+            self._report(step, inputs)
+        if self.args.trust_region != "clip":  # always zero without a clip
+            for name in [name for name in self._metrics[self._mode] if name.startswith("clip_ratio/")]:
+                del self._metrics[self._mode][name]
+        return loss
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
+        self._rewards = rewards
+        return rewards
+
+    # ------------------------------------------------------------------ scoring and the loss
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _needs_old_policy(self) -> bool:
+        """Whether TRL scores rollouts on this schedule, and the old policy is used."""
+        scores = self.args.trust_region_can_act or (self.use_vllm and self.vllm_importance_sampling_correction)
+        return bool(scores and (self.args.trust_region == "troll" or self.args.measure_kl))
+
+    @contextmanager
+    def _scored_by(self, scoring: Pass | None) -> Iterator[None]:
+        """Inside, TRL's scoring function runs this pass."""
+        self._pass = scoring
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _aggregate(self, values: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Reduce values per token to a loss as TRL reduces its own."""
+        training = self.model.training
+        accumulation = self.current_gradient_accumulation_steps if training else 1
+        if self.loss_type == "dapo":  # over the tokens of the whole rollout, of all processes and updates
+            total = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            if training:
+                total = total * accumulation / self.args.steps_per_generation
+            return aggregate(values, mask, "token_mean", total=total)
+        if self.loss_type == "bnpo":
+            return aggregate(values, mask, "token_mean") / accumulation
+        rules: dict[str, Aggregation] = {"grpo": "sequence_mean", "dr_grpo": "constant", "luspo": "sequence_sum"}
+        longest = self.max_completion_length if self.loss_type == "dr_grpo" else None
+        return aggregate(values, mask, rules[self.loss_type], max_length=longest, total=len(values)) / accumulation
+
+    def _regression_coef(self, inputs: dict[str, Any]) -> float | Tensor:
+        """α, times the mean |A| of the rollout with ``scale_regression``."""
+        size = inputs.get(ADVANTAGE_SIZE)
+        return self.region.regression_coef if size is None else self.region.regression_coef * size
+
+    def _on_failed_check(self, error: InputError, step: ProjectedScorer) -> None:
+        """Handle invalid numbers in a forward pass: raise. ``robust.guards`` skips the update instead."""
+        raise error
+
+    # ------------------------------------------------------------------ rewards, advantages, means over a rollout
+
+    @property
+    def _weighted_rewards(self) -> Tensor:
+        """[B] weighted sum of the rewards of each sample of all processes; NaN if no function scored it."""
+        rewards, weights = self._rewards, self.reward_weights
+        assert rewards is not None
+        unscored = rewards.isnan().all(1)
+        weighted: Tensor = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(unscored, math.nan)
+        return weighted
+
+    def _advantages(self, loss_mask: Tensor) -> Tensor:
+        """Advantages of this process's samples, from the rewards of all processes."""
+        masks = self._gather(loss_mask)
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        advantages = estimate(self.args.advantage_estimator, self._weighted_rewards, size, masks)
+        shown = advantages if advantages.dim() == 1 else advantages.gather(1, masks.int().argmax(1, keepdim=True))[:, 0]
+        for _ in range(min(len(shown), len(self._logs["advantages"]))):  # TRL has logged its own
+            self._logs["advantages"].pop()
+        self._logs["advantages"].extend(shown.tolist())
+        B, T = loss_mask.shape
+        mine = advantages[self.accelerator.process_index * B :][:B]
+        return mine if mine.dim() == 1 else mine[:, :T]
+
+    def _bound_mean(self, output: dict[str, Any]) -> dict[str, Tensor]:
+        """Mean over the rollout that the token bounds are relative to; empty if they need none."""
+        sums = self.region.sums(output[OLD_POLICY], _loss_mask(output))
+        return {} if sums is None else {BOUND_MEAN: self._quotient(sums)}
+
+    def _advantage_size(self, advantages: Tensor, loss_mask: Tensor) -> Tensor:
+        """Mean |A| over the tokens of all processes, []."""
+        sizes = advantages.abs() if advantages.dim() == 2 else advantages.abs().unsqueeze(1).expand(loss_mask.shape)
+        return self._quotient(torch.stack([torch.where(loss_mask, sizes, 0.0).sum(), loss_mask.sum().to(sizes.dtype)]))
+
+    def _quotient(self, sums: Tensor) -> Tensor:
+        """Numerator over denominator, each summed over all processes, [2] → []."""
+        if self.accelerator.num_processes > 1:
+            sums = self.accelerator.reduce(sums, reduction="sum")
+        return sums[0] / sums[1].clamp(min=1)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[B, T, ...] of all processes, padded with zeros to the longest T and concatenated."""
+        if self.accelerator.num_processes == 1:
+            return x
+        padded = self.accelerator.pad_across_processes(x, dim=1).to(x.dtype)  # padding turns bool into integers
+        gathered: Tensor = self.accelerator.gather(padded)
+        return gathered
+
+    # ------------------------------------------------------------------ metrics
+
+    def _report(self, step: ProjectedScorer, inputs: dict[str, Any]) -> None:
+        """Add the metrics of a forward pass, over the tokens of all processes, to TRL's."""
+        assert step.stats is not None
+        *columns, counted = self._gather(step.stats).unbind(-1)
+        stats = dict(zip(step.names, columns, strict=True))
+        self.observe_tokens(stats, counted > 0, inputs)
+        metrics = summarise(stats, counted > 0)
+        if ADVANTAGE_SIZE in inputs:
+            metrics["regression_coef"] = torch.as_tensor(self._regression_coef(inputs))
+        dtype = step.stats.dtype
+        *numbers, tokens = torch.stack([x.to(dtype) for x in (*metrics.values(), counted.sum())]).tolist()
+        values = dict(zip(metrics, numbers, strict=True))
+        if self._mode == "train" and self.region.now:
+            self._measured.append(Measured(tokens, values["projected_fraction"], values["kl_before/mean"]))
+        for name, value in {**self.region.now, **values}.items():
+            self._metrics[self._mode][f"troll/{name}"].append(value)
+
+    def observe_tokens(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
+        """Hook for subclasses, called with the statistics of every token of a forward pass.
+
+        Args:
+            stats: [B, T] statistics per token by name (``troll.objective.token_stats``), of all processes.
+            counted: [B, T] bool, the tokens that count.
+            inputs: TRL's batch of this process.
+        """
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as TRL, which averages over forward passes; maxima, minima and counts are reduced as such."""
+        for name, values in self._metrics[self._mode].items():
+            how = reduction(name.removeprefix("troll/")) if name.startswith("troll/") else "mean"
+            if how != "mean" and values:
+                values[:] = [_REDUCE[how](values)]
+        super().log(logs, *args, **kwargs)
+
+    # ------------------------------------------------------------------ start-up checks
+
+    def _check_rollout_size(self) -> None:
+        """Refuse a dataset smaller than a rollout: TRL drops incomplete rollouts and would not train at all."""
+        prompts = self.args.generation_batch_size // self.num_generations
+        data = self.train_dataset
+        if hasattr(data, "__len__") and len(data) < prompts:
+            raise InputError(
+                f"train_dataset has {len(data)} prompts, fewer than the {prompts} of one rollout "
+                f"(generation_batch_size={self.args.generation_batch_size}, num_generations={self.num_generations})",
+                "Use more prompts, a smaller per_device_train_batch_size, or fewer updates_per_generation",
+            )
+
+
+_PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text", "prompts", "messages")
+
+
+def check_prompts(name: str, dataset: Any) -> None:
+    """Refuse a dataset without the column ``prompt``; of a dictionary, each of its datasets."""
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_prompts(f"{name}[{key!r}]", part)
+        return
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list) or "prompt" in columns:  # unknown for some streamed datasets
+        return
+    likely = next((x for x in _PROMPT_COLUMNS if x in columns), columns[0] if columns else "question")
+    raise InputError(
+        f"{name} has no column 'prompt', its columns are {', '.join(map(repr, columns)) or 'none'}",
+        f'Rename the column with the prompts, for example dataset.rename_column("{likely}", "prompt")',
+    )
+
+
+def _disable_broken_attention() -> None:
+    message = disable_broken_cudnn_attention()
+    if message is not None:
+        logger.warning(message)
+
+
+class _EndOfUpdate(TrainerCallback):
+    """Passes what an update measured to the adaptive bounds."""
+
+    def __init__(self, trainer: TrustRegionTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._measured.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        measured, self.trainer._measured = self.trainer._measured, []
+        if measured:  # of a skipped update nothing is left
+            self.trainer.region.observe(measured)
+
+
+_UNSHARDED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Where a process holds all parameters all the time. Elsewhere, cached casts would hold the whole model."""
+
+
+@contextmanager
+def fast_decoding(accelerator: Accelerator) -> Iterator[None]:
+    """Inside, ``model.generate`` casts the parameters once and reads grouped keys without copying them.
+
+    Without it, every token of a completion casts every fp32 parameter to bf16 again and, with grouped queries, copies
+    the cache (``troll.modeling``). The rounding is the same.
+    """
+    # An outer autocast: the cache of casts is cleared when the outermost ends, else after each forward.
+    cached_casts = accelerator.autocast() if accelerator.distributed_type in _UNSHARDED else nullcontext()
+    with gqa_decoding(), cached_casts:
+        yield
+
+
+def _loss_mask(batch: dict[str, Any]) -> Tensor:
+    """[B, T] completion tokens that count; tokens written by tools do not."""
+    mask: Tensor = batch["completion_mask"]
+    return (mask * batch["tool_mask"] if "tool_mask" in batch else mask).bool()
+
+
+class TROLLTrainer(RobustTrainer, TrustRegionTrainer):
     """Train as with ``GRPOTrainer``, and keep every token's distribution within ``kl_bound`` of the rollout's.
 
-    Takes what ``GRPOTrainer`` takes, with ``args`` a ``TROLLConfig``; does what it does, with the same methods,
-    callbacks and checkpoints.
+    Same arguments, methods, callbacks and checkpoints as ``GRPOTrainer``; ``args`` is a ``TROLLConfig``.
 
     >>> from troll.trl import TROLLConfig, TROLLTrainer                            # doctest: +SKIP
     >>> trainer = TROLLTrainer(
@@ -62,217 +384,3 @@ class TROLLTrainer(Checkpointed, Guarded, GRPOTrainer):
                 eprint       = {arXiv:2510.03817},
             }"""),
     }
-
-    def __init__(
-        self, model: Any, reward_funcs: Any = None, args: TROLLConfig | None = None, *rest: Any, **named: Any
-    ) -> None:
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = TROLLConfig(f"{name.split('/')[-1]}-TROLL")
-        startup.check_args(args)
-        startup.choose_attention()
-        self.region = Region(args)
-        self._pass: Pass | None = None
-        self._rewards: Tensor | None = None
-        super().__init__(model, reward_funcs, args, *rest, **named)
-        if args.trust_region != "clip":
-            self.epsilon_low = self.epsilon_high = math.inf  # TRL's clip becomes the identity
-        startup.check_dataset(self)
-        if args.trust_region == "troll":
-            check_dropout(
-                self.model,
-                "disable_dropout=True, the default; or 0.0 for it in the configuration of the model or the adapter",
-            )
-        startup.say_what_acts(args)
-
-    # ------------------------------------------------------------------ the five wrapped methods of TRL
-
-    def _generate_single_turn(self, *args: Any, **named: Any) -> Any:
-        elsewhere = self.use_vllm or self.use_transformers_continuous_batching
-        with nullcontext() if elsewhere else token_by_token(self.accelerator):
-            return super()._generate_single_turn(*args, **named)
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        record = OldPolicyRecorder(self.model, self.args)
-        with self._scored_by(record if self._needs_old_policy else None):
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if self._needs_old_policy:
-            output[rollout.OLD_POLICY] = record.of(output["old_per_token_logps"])
-            output |= self._bound_mean(output)
-        if self.args.advantage_estimator != "grpo":
-            output["advantages"] = self._advantages(_loss_mask(output))
-        if self._needs_old_policy and self.args.scale_regression:
-            output[rollout.ADVANTAGE_SIZE] = self._advantage_size(output["advantages"], _loss_mask(output))
-        if self._mode == "train":
-            size = len(output["completion_ids"])
-            output[REWARDS] = self._weighed_rewards[self.accelerator.process_index * size :][:size]
-            self.region.begin_rollout()
-        return output
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *rest: Any, **named: Any
-    ) -> Any:
-        scoring = self._pass if self._pass is not None and self._pass.wants(model) else None
-        if scoring is not None:
-            model = Scorer(model, scoring, logits_to_keep)
-        result = super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, *rest, **named
-        )
-        if scoring is not None:
-            scoring.finish(result[0])
-        return result
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        old = inputs.get(rollout.OLD_POLICY)
-        if old is None:
-            loss: Tensor = super()._compute_loss(model, inputs)
-        else:
-            mask = _loss_mask(inputs)
-            bound = self.region.bound, inputs.get(rollout.BOUND_MEAN)
-            step = ProjectedScorer(old, inputs["old_per_token_logps"], mask, self.args, *bound)
-            with self._scored_by(step):
-                loss = super()._compute_loss(model, inputs)
-            if step.regression is not None:
-                loss = loss + self._regression_coef(inputs) * self._aggregate(step.regression, mask, inputs)
-            try:
-                run_checks(step.checks)
-            except InputError as error:
-                self._forgive(error, step)
-            self._report(step, inputs)
-        if self.args.trust_region != "clip":  # always zero without a clip
-            for name in [name for name in self._metrics[self._mode] if name.startswith("clip_ratio/")]:
-                del self._metrics[self._mode][name]
-        return loss
-
-    def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
-        rewards: Tensor = super()._calculate_rewards(*args, **named)
-        self._rewards = rewards
-        return rewards
-
-    # ------------------------------------------------------------------ what they need
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    @property
-    def _needs_old_policy(self) -> bool:
-        """Whether TRL scores rollouts on this schedule, and the old policy is used."""
-        scores = self.args.trust_region_can_act or (self.use_vllm and self.vllm_importance_sampling_correction)
-        return bool(scores and (self.args.trust_region == "troll" or self.args.measure_kl))
-
-    @contextmanager
-    def _scored_by(self, scoring: Pass | None) -> Iterator[None]:
-        self._pass = scoring
-        try:
-            yield
-        finally:
-            self._pass = None
-
-    def _aggregate(self, values: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Values per token → their part of the loss, weighed as TRL weighs its own."""
-        training = self.model.training
-        accumulation = self.current_gradient_accumulation_steps if training else 1
-        if self.loss_type == "dapo":  # the tokens of the whole rollout, shared out among processes and updates
-            total = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-            if training:
-                total = total * accumulation / self.args.steps_per_generation
-            return aggregate(values, mask, "token_mean", total=total)
-        if self.loss_type == "bnpo":
-            return aggregate(values, mask, "token_mean") / accumulation
-        rules: dict[str, Aggregation] = {"grpo": "sequence_mean", "dr_grpo": "constant", "luspo": "sequence_sum"}
-        longest = self.max_completion_length if self.loss_type == "dr_grpo" else None
-        return aggregate(values, mask, rules[self.loss_type], max_length=longest, total=len(values)) / accumulation
-
-    @property
-    def _weighed_rewards(self) -> Tensor:
-        """Of each sample of all processes, weighed and added; NaN where no function could score it."""
-        rewards, weights = self._rewards, self.reward_weights
-        assert rewards is not None
-        unscorable = rewards.isnan().all(1)
-        weighed: Tensor = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(unscorable, math.nan)
-        return weighed
-
-    def _advantages(self, loss_mask: Tensor) -> Tensor:
-        """Advantages of this process's samples, from the rewards of all."""
-        masks = self._gather(loss_mask)
-        size = self.num_generations if self.model.training else self.num_generations_eval
-        advantages = estimate(self.args.advantage_estimator, self._weighed_rewards, size, masks)
-        shown = advantages if advantages.dim() == 1 else advantages.gather(1, masks.int().argmax(1, keepdim=True))[:, 0]
-        for _ in range(min(len(shown), len(self._logs["advantages"]))):  # TRL has logged its own
-            self._logs["advantages"].pop()
-        self._logs["advantages"].extend(shown.tolist())
-        B, T = loss_mask.shape
-        mine = advantages[self.accelerator.process_index * B :][:B]
-        return mine if mine.dim() == 1 else mine[:, :T]
-
-    def _bound_mean(self, output: dict[str, Any]) -> dict[str, Tensor]:
-        """What the bounds of a rollout are relative to, if anything: a mean over the tokens of all processes."""
-        sums = self.region.sums(output[rollout.OLD_POLICY], _loss_mask(output))
-        return {} if sums is None else {rollout.BOUND_MEAN: self._quotient(sums)}
-
-    def _advantage_size(self, advantages: Tensor, loss_mask: Tensor) -> Tensor:
-        """Mean |A| over the tokens of all processes, []."""
-        sizes = advantages.abs() if advantages.dim() == 2 else advantages.abs().unsqueeze(1).expand(loss_mask.shape)
-        return self._quotient(torch.stack([torch.where(loss_mask, sizes, 0.0).sum(), loss_mask.sum().to(sizes.dtype)]))
-
-    def _quotient(self, sums: Tensor) -> Tensor:
-        """Of two sums over all processes, [2] → []."""
-        if self.accelerator.num_processes > 1:
-            sums = self.accelerator.reduce(sums, reduction="sum")
-        return sums[0] / sums[1].clamp(min=1)
-
-    def _regression_coef(self, inputs: dict[str, Any]) -> float | Tensor:
-        """α, on the scale of the advantages if it is to be."""
-        size = inputs.get(rollout.ADVANTAGE_SIZE)
-        return self.region.regression_coef if size is None else self.region.regression_coef * size
-
-    def _gather(self, x: Tensor) -> Tensor:
-        """[B, T, ...] of every process, padded with zeros to the longest T, one after another."""
-        if self.accelerator.num_processes == 1:
-            return x
-        padded = self.accelerator.pad_across_processes(x, dim=1).to(x.dtype)  # where it pads, bool becomes integer
-        gathered: Tensor = self.accelerator.gather(padded)
-        return gathered
-
-    def _report(self, step: ProjectedScorer, inputs: dict[str, Any]) -> None:
-        """Metrics over the tokens of all processes."""
-        assert step.stats is not None
-        *columns, counted = self._gather(step.stats).unbind(-1)
-        stats = dict(zip(step.names, columns, strict=True))
-        self.observe_tokens(stats, counted > 0, inputs)
-        metrics = summarise(stats, counted > 0)
-        if rollout.ADVANTAGE_SIZE in inputs:
-            metrics["regression_coef"] = torch.as_tensor(self._regression_coef(inputs))
-        dtype = step.stats.dtype
-        *values, tokens = torch.stack([x.to(dtype) for x in (*metrics.values(), counted.sum())]).tolist()
-        found = dict(zip(metrics, values, strict=True))
-        if self._update is not None and self.region.now:
-            self._update.measured.append(Measured(tokens, found["projected_fraction"], found["kl_before/mean"]))
-        for name, value in {**self.region.now, **found}.items():
-            self._metrics[self._mode][f"troll/{name}"].append(value)
-
-    def observe_tokens(self, stats: TokenStats, counted: Tensor, inputs: dict[str, Any]) -> None:
-        """What happened to every token of a forward pass; to be overridden, does nothing here.
-
-        Args:
-            stats: [B, T] numbers per token by name (``troll.objective.token_stats``), of all processes.
-            counted: [B, T] which of them count.
-            inputs: the batch of this process as TRL has it.
-        """
-
-    def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
-        """As TRL, which averages over forward passes; of our extremes the extreme, of our counts the sum."""
-        sums = dict.fromkeys(("unconverged_tokens", "unscored_completions"), sum)
-        reductions: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, **sums}
-        for name, values in self._metrics[self._mode].items():
-            reduce = reductions.get(name.rsplit("/")[-1]) if name.startswith("troll/") else None
-            if reduce is not None and values:
-                values[:] = [reduce(values)]
-        super().log(logs, *args, **named)
-
-
-def _loss_mask(batch: dict[str, Any]) -> Tensor:
-    """[B, T] completion tokens that count: tokens of tools do not."""
-    mask: Tensor = batch["completion_mask"]
-    return (mask * batch["tool_mask"] if "tool_mask" in batch else mask).bool()

@@ -13,7 +13,7 @@ from troll.lab.cli import main
 
 
 def test_a_run_whose_bound_follows_the_projected_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = train(tmp_path, "--bound", "projected", "--bound_target", "0.9", "--write_report", "true")
+    run = train(tmp_path, "--kl_bound_schedule", "projected target=0.9", "--write_report", "true")
     lines = run.metrics()
     bounds, shares = ([line[f"troll/{name}"] for line in lines] for name in ("kl_bound", "projected_fraction"))
     assert bounds[:4] == [0.05] * 4
@@ -26,15 +26,15 @@ def test_a_run_whose_bound_follows_the_projected_share(tmp_path: Path, capsys: p
     assert run.about["arm_label"] == "TROLL, projected bound"
     assert "the bound adapts, from 0.05." in " ".join(capsys.readouterr().out.split())
     assert "under a bound that adapts" in (run.path / "report.html").read_text()
-    assert "bound: projected" in (run.path / "config.yaml").read_text()
+    assert "kl_bound_schedule: projected target=0.9" in (run.path / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--bound", "projected"], "bound='projected' without bound_target"),
-        (["--bound_target", "0.1"], "bound_target=0.1 with bound='fixed'"),
-        (["--bound", "sequence", "--sequence_kl_bound", "1", "--trust_region", "clip"], "trust_region='clip'"),
+        (["--kl_bound_schedule", "projected"], "'projected' needs target"),
+        (["--kl_bound_schedule", "fixd"], "must be of kind geometric"),
+        (["--kl_bound_schedule", "sequence limit=1", "--trust_region", "clip"], "trust_region='clip'"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(

@@ -49,8 +49,12 @@ def test_settings_of_ones_own(changes: dict[str, Any], label: str) -> None:
 def test_the_bound_is_part_of_the_name_and_not_of_the_arm() -> None:
     assert arm_of(settings(kl_bound=0.01)) == ("troll", "TROLL, KL ≤ 0.01")
     assert arm_of(settings(kl_bound=float("inf"))) == ("troll", "TROLL, KL ≤ inf")
-    assert arm_of(settings(bound="fixed")) == ("troll", "TROLL, KL ≤ 0.2")
-    assert arm_of(settings(bound="projected", bound_target=0.03)) == ("troll", "TROLL, projected bound")
+    assert arm_of(settings()) == ("troll", "TROLL, KL ≤ 0.2")
+    assert arm_of({**settings(), "bound": "projected", "bound_target": 0.03}) == (
+        "troll",
+        "TROLL, projected bound",
+    )  # of 0.1.0
+    assert arm_of(settings(kl_bound_schedule="projected target=0.03")) == ("troll", "TROLL, projected bound")
 
 
 def test_an_upper_clip_like_the_lower_one_is_the_plain_clip() -> None:

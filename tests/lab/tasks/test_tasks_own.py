@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import traceback
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from troll.errors import InputError
-from troll.lab.tasks import RewardError, load_task
+from troll.lab.tasks import load_task
+from troll.trl.robust.reward_checks import checked_rewards
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "tasks"
 WHOLE = """
@@ -36,7 +36,10 @@ def write(tmp_path):
 
 
 def run(task, completions, **columns):
-    return task.reward_funcs[0](prompts=["p"] * len(completions), completions=completions, **columns)
+    """As the trainer, the evaluation and verl call a reward."""
+    return checked_rewards(task.reward_funcs[:1], prompts=["p"] * len(completions), completions=completions, **columns)[
+        0
+    ]
 
 
 def test_a_file_with_three_names_is_a_task(write):
@@ -170,8 +173,8 @@ def reward(write):
 
 def test_a_reward_that_raises_names_itself_the_line_and_the_completion(reward):
     task = reward("return [1 / len(text) for text in completions]")
-    says = "the reward mine, which raised ZeroDivisionError: division by zero at rewards.py:2, on the completion ''"
-    with pytest.raises(RewardError, match=says) as raised:
+    says = r"function 'mine' raised ZeroDivisionError: division by zero at rewards\.py:2, on completion 1 \(''\)"
+    with pytest.raises(InputError, match=says) as raised:
         run(task, ["ab", "", "c"], answer=["1", "2", "3"], trainer_state=object())
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert "1 / len(text)" in "".join(traceback.format_exception(raised.value))
@@ -179,29 +182,29 @@ def test_a_reward_that_raises_names_itself_the_line_and_the_completion(reward):
 
 def test_the_columns_of_the_completion_go_with_it(reward):
     task = reward("return [int(a) for a in columns['answer']]")
-    with pytest.raises(RewardError, match="on the completion 'second'"):
+    with pytest.raises(InputError, match=r"on completion 1 .'second'"):
         run(task, ["first", "second", "third"], answer=["1", "x", "3"])
 
 
 def test_a_reward_that_fails_only_on_all_together(reward):
     task = reward("return [1.0] if len(completions) == 1 else 1 / 0")
-    with pytest.raises(RewardError, match="on 2 completions, the first of them 'a'"):
+    with pytest.raises(InputError, match="on 2 completions, the first 'a'"):
         run(task, ["a", "b"])
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return [1.0]", "returned 1 rewards for 2 completions, expected a list of 2 numbers"),
-        ("return None", "the reward mine, which returned a NoneType"),
-        ("return [1.0, 'good']", "returned 'good' for the completion 'b'"),
-        ("return [float('nan'), 1]", "returned nan for the completion 'a'"),
-        ("return [1, float('inf')]", "returned inf for the completion 'b'"),
-        ("return [[1], [2]]", "returned \\[1\\] for the completion 'a'"),
+        ("return [1.0]", "returned 1 rewards for 2 completions. Return a list of 2 numbers"),
+        ("return None", "the reward function 'mine' returned None instead of a list"),
+        ("return [1.0, 'good']", "returned 'good' for completion 1 .'b'"),
+        ("return [float('nan'), 1]", "returned nan for completion 0 .'a'"),
+        ("return [1, float('inf')]", "returned inf for completion 1 .'b'"),
+        ("return [[1], [2]]", "returned \\[1\\] for completion 0 .'a'"),
     ],
 )
 def test_results_that_are_no_rewards_are_said(reward, body, says):
-    with pytest.raises(RewardError, match=says):
+    with pytest.raises(InputError, match=says):
         run(reward(body), ["a", "b"])
 
 
@@ -217,12 +220,12 @@ def test_an_object_that_can_be_called_is_a_reward_too(write):
     task = load_task("arithmetic", reward=[f"{path}:half"])
     assert run(task, ["a"]) == [0.5]
     assert task.reward_funcs[0].__name__ == "Half"
-    with pytest.raises(InputError, match=r"the reward Half, a type, expected a function"):
+    with pytest.raises(InputError, match="The reward Half is a type, not a function"):
         load_task("arithmetic", reward=[f"{path}:Half"])
 
 
 def test_an_async_reward_stays_async(reward):
     task = reward("return [1 / len(text) for text in completions]", start="async def")
-    assert asyncio.run(run(task, ["ab"])) == [0.5]
-    with pytest.raises(RewardError, match="the reward mine, which raised ZeroDivisionError"):
-        asyncio.run(run(task, [""]))
+    assert run(task, ["ab"]) == [0.5]
+    with pytest.raises(InputError, match="the reward function 'mine' raised ZeroDivisionError"):
+        run(task, [""])

@@ -180,13 +180,11 @@ def test_rewards_that_are_not_between_0_and_1(tiny, value):
 
 
 def test_a_reward_that_fails_is_named(tiny):
-    from troll.lab.tasks.rewards import RewardError, watched
-
     def broken(completions, **_):
         raise KeyError("x")
 
-    with pytest.raises(RewardError, match="broken"):
-        run(tiny, task(watched(broken)))
+    with pytest.raises(InputError, match="the reward function 'broken' raised KeyError"):
+        run(tiny, task(broken))
 
 
 SCORES = Scores(

@@ -356,10 +356,10 @@ REFUSED = [
     (["--measure_kl", "--trust_region", "clip"], "--measure_kl True.*not recorded"),
     (["--bound", "entropy"], "--bound entropy.*keeps nothing from one rollout"),
     (
-        ["--bound", "projected", "--bound_target", "0.03"],
-        "--bound_target is not supported with --engine verl.*the bound is",
+        ["--kl_bound_schedule", "projected target=0.03"],
+        "--kl_bound_schedule is not supported with --engine verl.*the bound is",
     ),
-    (["--regression_tolerance", "0.05"], "--regression_tolerance is not supported"),
+    (["--regression_coef_schedule", "projected target=0.05"], "--regression_coef_schedule is not supported"),
     (["--scale_regression", "true"], "--scale_regression is not supported"),
     (["--min_p", "0.1"], "--min_p"),
     (["--repetition_penalty", "1.1"], "--repetition_penalty"),

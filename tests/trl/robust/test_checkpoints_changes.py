@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from troll.errors import InputError
-from troll.trl.robust.changes import decides, differences, refuse_changes
+from troll.trl.robust.fingerprint import affects_training, differences, refuse_changes
 
 BEFORE: dict[str, Any] = {
     "settings": {
@@ -58,7 +58,7 @@ def test_lists_are_the_same_as_tuples_and_nothing_as_none() -> None:
     ],
 )
 def test_what_cannot_change_the_course_is_free(name: str) -> None:
-    assert not decides(name)
+    assert not affects_training(name)
     assert differences({"settings": {name: 1}}, {"settings": {name: 2}}) == []
     assert differences({name: 1}, {name: 2}, everything=True) == [f"{name}: 1 → 2"]
 

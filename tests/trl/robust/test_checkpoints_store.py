@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, and one that is damaged is passed over with a sentence."""
+"""A checkpoint is there whole or not at all, and one that is damaged is skipped with a sentence."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
             continue
         assert found.path == good
         (said,) = found.rejected
-        assert said.startswith("checkpoint-12 is passed over: ")
+        assert said.startswith("checkpoint-12 is skipped: ")
         if name == MANIFEST:
             assert MANIFEST in said
         else:
@@ -143,7 +143,7 @@ def test_empty_folders_and_other_names_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-100").write_text("a file")
     found = last_good(tmp_path)
     assert found.step == 8
-    assert found.rejected == [f"checkpoint-99 is passed over: {verify(tmp_path / 'checkpoint-99')}"]
+    assert found.rejected == [f"checkpoint-99 is skipped: {verify(tmp_path / 'checkpoint-99')}"]
 
 
 def test_of_a_folder_that_does_not_exist_nothing_is_found(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_what_differs_when_read_back_is_an_error_and_older_ones_stay(
     make(tmp_path, 8)
     staged = write(tmp_path, 12)
     monkeypatch.setattr("troll.trl.robust.store.verify", lambda path: "model.safetensors is damaged")
-    with pytest.raises(OSError, match=r"read back differs: model\.safetensors"):
+    with pytest.raises(OSError, match=r"differs when read back: model\.safetensors"):
         commit(staged)
     assert list(checkpoints(tmp_path)) == [8, 12]
 

@@ -51,11 +51,14 @@ def another(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def test_a_run_that_another_process_writes_is_refused(tmp_path: Path, another: Callable[..., Any]) -> None:
     another()
     assert is_locked(tmp_path)
-    with pytest.raises(InputError, match=rf"the run {tmp_path}, which another process is writing"), locked(tmp_path):
+    with (
+        pytest.raises(InputError, match=rf"the run {tmp_path} is in use: another process is writing"),
+        locked(tmp_path),
+    ):
         pytest.fail("it was entered")
     signed = {"pid": 1234, "host": "a", "since": "2026-11-15T09:30:00+00:00"}
     (tmp_path / lock.HOLDER).write_text(json.dumps(signed))
-    said = rf"the comparison {tmp_path}, which process 1234 on a has been writing since 2026-11-15T09:30:00\+00:00;"
+    said = rf"the comparison {tmp_path} is in use: process 1234 on a has been writing since 2026-11-15T09:30:00\+00:00"
     with pytest.raises(InputError, match=said), locked(tmp_path, "the comparison"):
         pytest.fail("it was entered")
 
@@ -143,7 +146,7 @@ def test_where_nothing_can_be_written(number: int, tmp_path: Path, monkeypatch: 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", fails)
-    sentence = rf"the run {tmp_path}, which cannot be written \({re.escape(os.strerror(number))}\)"
+    sentence = rf"the run {tmp_path} cannot be written \({re.escape(os.strerror(number))}\)"
     with pytest.raises(InputError, match=sentence), locked(tmp_path):
         pytest.fail("it was entered")
 
@@ -156,9 +159,8 @@ def test_where_files_cannot_be_locked(number: int, tmp_path: Path, monkeypatch: 
     with locked(tmp_path):
         pass
     monkeypatch.setattr("fcntl.flock", fails)
-    sentence = (
-        rf"the run {tmp_path}, where no file can be locked \({re.escape(os.strerror(number))}\).*TROLL_NO_LOCKS=1"
-    )
+    reason = re.escape(os.strerror(number))
+    sentence = rf"the run {tmp_path} is on a file system without file locks \({reason}\).*TROLL_NO_LOCKS=1"
     with pytest.raises(InputError, match=sentence), locked(tmp_path):
         pytest.fail("it was entered")
     assert not is_locked(tmp_path)

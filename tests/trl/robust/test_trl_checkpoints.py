@@ -174,8 +174,8 @@ def test_the_newest_that_is_whole_is_taken_and_the_others_are_named(
     with caplog.at_level(logging.WARNING, "troll"):
         again.train(resume_from_checkpoint=True)
     said = [x.getMessage() for x in caplog.records if x.name.startswith("troll")]
-    assert "checkpoint-99 is passed over: it has no manifest.json" in said[0]
-    assert "checkpoint-4 is passed over: model.safetensors is damaged" in said[1]
+    assert "checkpoint-99 is skipped: it has no manifest.json" in said[0]
+    assert "checkpoint-4 is skipped: model.safetensors is damaged" in said[1]
     assert len(said) == 2
     assert furthest(weights(straight), weights(again)) == 0
     assert verify(tmp_path / "checkpoint-4") is None  # made again
@@ -190,12 +190,12 @@ def damage(path: Path) -> None:
 def test_a_damaged_one_that_is_named_is_refused(tmp_path: Path) -> None:
     run(tmp_path).train()
     damage(tmp_path / "checkpoint-4" / "optimizer.safetensors")
-    with pytest.raises(InputError, match=r"optimizer\.safetensors is damaged.*try: .*checkpoint-2, which is whole"):
+    with pytest.raises(InputError, match=r"optimizer\.safetensors is damaged.*Use .*checkpoint-2, which is complete"):
         run(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 def test_without_a_checkpoint_nothing_is_resumed(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(InputError, match="has no complete checkpoint"):
         run(tmp_path).train(resume_from_checkpoint=True)
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_trl_is_gone_on_from(tmp_path: Path, caplog: pytest.LogC
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert again.state.global_step == 6
     assert again.optimizer.state_dict()["state"][0]["step"] == 6
-    assert "taken unchecked" in caplog.text
+    assert "used unchecked" in caplog.text
 
 
 def test_changed_settings_are_refused_with_the_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -218,7 +218,7 @@ def test_changed_settings_are_refused_with_the_difference(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING, "troll"):
         again = run(tmp_path, learning_rate=0.02, allow_changes=True)
         again.train(resume_from_checkpoint=True)
-    assert "goes on with a change: learning_rate: 0.01 → 0.02" in caplog.text
+    assert "Resuming with a change: learning_rate: 0.01 → 0.02" in caplog.text
     assert [x["learning_rate"] for x in logs(again) if "learning_rate" in x] == [0.01, 0.01, 0.02, 0.02]
 
 
@@ -264,11 +264,11 @@ def test_a_save_that_fails_stops_the_run_and_names_the_last_good_one(
     monkeypatch.setattr(module, place, fail)
     with pytest.raises(InputError) as caught:
         trained.train()
-    assert "the checkpoint of update 4, which cannot be written" in caught.value.given
+    assert "The checkpoint of update 4 cannot be written" in caught.value.problem
     assert ("unexpected pos" if kind == "torch" else "Read-only" if kind == "read-only" else "No space") in str(
         caught.value
     )
-    assert "checkpoint-2, the last good checkpoint" in caught.value.hint
+    assert "checkpoint-2, the last complete checkpoint" in caught.value.fix
     assert last_good(tmp_path).step == 2
     assert not (tmp_path / STAGING).exists()
     monkeypatch.undo()
@@ -289,7 +289,7 @@ def test_free_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monke
     parameters = sum(x.nbytes for x in trained.model.parameters())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * parameters - 1))
     monkeypatch.setattr(module, "save_state", lambda *_: pytest.fail("written all the same"))
-    with pytest.raises(InputError, match=r"\d+ MiB are needed, \d+ MiB are free.*there is no earlier one"):
+    with pytest.raises(InputError, match=r"\d+ MiB needed, \d+ MiB free.*there is no earlier one"):
         trained.train()
 
 
@@ -299,7 +299,7 @@ def test_an_older_one_that_cannot_be_deleted_is_no_reason_to_stop(
     monkeypatch.setattr(module, "rotate", lambda root, *_: [root / "checkpoint-2"])
     with caplog.at_level(logging.WARNING, "troll"):
         run(tmp_path, save_total_limit=1).train()
-    assert "checkpoint-2, an older checkpoint, could not be deleted" in caplog.text
+    assert "checkpoint-2 could not be deleted" in caplog.text
     assert list(checkpoints(tmp_path)) == [2, 4]
 
 
@@ -308,6 +308,6 @@ def test_two_do_not_write_the_same_folder(tmp_path: Path, monkeypatch: pytest.Mo
     from filelock import FileLock
 
     other = FileLock(tmp_path / ".lock")
-    with other, pytest.raises(InputError, match="writ"):
+    with other, pytest.raises(InputError, match="in use"):
         run(tmp_path).train()
     run(tmp_path).train()

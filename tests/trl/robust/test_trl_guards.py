@@ -24,11 +24,12 @@ from trl import GRPOTrainer
 from trl_cases import furthest, logged, lower_case, trainer, weights
 
 from troll.errors import InputError, TrainingError
+from troll.trl.passes import OLD_POLICY
 from troll.trl.robust import rollout_state as rollout
-from troll.trl.robust.guards import Guarded, GuardState
-from troll.trl.robust.oom_retry import OOMRetry, Part, largest_part, parts, ran_out
+from troll.trl.robust.guards import GuardState, SkipInvalidUpdates, UpdateState
+from troll.trl.robust.oom_retry import OOMRetry, Part, is_out_of_memory, largest_part, parts
 from troll.trl.robust.reward_validation import RewardValidation
-from troll.trl.robust.update_state import Update
+from troll.trl.robust.trainer import RobustTrainer
 
 SHORT = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}  # a gradient is what was computed
 NAN = math.nan
@@ -236,7 +237,7 @@ def test_those_before_a_resume_count(tmp_path: Path) -> None:
     saved = json.loads(json.dumps(asdict(GuardState(skipped_updates=2, halvings=1))))
     run.guards = GuardState(**saved)
     poison_gradient(run, "model.norm.weight", {3})
-    with pytest.raises(TrainingError, match="update 3, which cannot be made"):
+    with pytest.raises(TrainingError, match="Update 3 is not finite"):
         run.train()
     assert logged(run, "troll/skipped_updates") == [2, 2]
 
@@ -266,7 +267,7 @@ def test_the_batches_are_written_down_as_they_are_and_as_text(tmp_path: Path) ->
     for batch, original in zip(loaded, used[2:4], strict=True):
         assert batch.keys() == original.keys()
         assert same({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}, _tensors(original))
-        assert same([vars(x) for x in batch[rollout.OLD_POLICY]], [vars(x) for x in original[rollout.OLD_POLICY]])
+        assert same([vars(x) for x in batch[OLD_POLICY]], [vars(x) for x in original[OLD_POLICY]])
 
     def no_constant(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -435,7 +436,7 @@ def test_an_update_in_parts_has_the_gradient_of_the_whole(
     assert run._step == 4
     [sentence] = [x for x in said() if x.startswith("Out of memory")]
     assert sentence.startswith("Out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.): ")
-    assert "on 8 completions at a time, and are made on 4 from now on" in sentence
+    assert "the micro-batch size is reduced from 8 to 4 completions" in sentence
     assert "per_device_train_batch_size=4, gradient_accumulation_steps=4" in sentence
 
 
@@ -495,7 +496,7 @@ def test_an_update_that_is_made_again_says_so_to_who_keeps_its_numbers(tmp_path:
 def test_one_completion_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
     run = trainer(tmp_path, **ends_often(per_device_train_batch_size=4, max_steps=1))
     OutOfMemory(run, 1, [1, 2, 3], "backward")
-    with pytest.raises(TrainingError, match=r"ran out in a pass over one completion.*gradient_checkpointing=True"):
+    with pytest.raises(TrainingError, match=r"Out of memory at micro-batch size 1.*gradient_checkpointing=True"):
         run.train()
     assert run.guards.halvings == 2
 
@@ -503,16 +504,16 @@ def test_one_completion_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
 def test_what_the_machine_itself_cannot_allocate_is_known() -> None:
     with pytest.raises(RuntimeError) as refusal:
         torch.empty(2**62, dtype=torch.uint8)
-    assert ran_out(refusal.value)
-    assert ran_out(torch.OutOfMemoryError("anything"))
-    assert not ran_out(RuntimeError("shape mismatch"))
-    assert not ran_out(ValueError("out of memory"))
+    assert is_out_of_memory(refusal.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("anything"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_on_several_processes_nothing_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(tmp_path)
     batch = {"completion_ids": torch.zeros(8, 2)}
-    update = Update(run.model, torch.zeros(()), {}, current=batch)
+    update = UpdateState(run.model, torch.zeros(()), {}, current=batch)
     monkeypatch.setattr(type(run.accelerator), "num_processes", 2)
     with pytest.raises(TrainingError, match=r"on one of several processes.*per_device_train_batch_size=4"):
         run._halve(update, "out of memory")
@@ -597,7 +598,7 @@ def test_a_rollout_is_scored_in_smaller_batches_and_from_its_beginning(tmp_path:
     assert scoring.sizes == [8, 8, 8] + [4] * 8 + [4] * 8
     assert run.guards.scoring_halvings == 1
     assert run.guards.halvings == 0
-    assert len(kept[0][rollout.OLD_POLICY]) == 32
+    assert len(kept[0][OLD_POLICY]) == 32
     for batch, original in zip(first, whole._buffered_inputs, strict=True):
         assert torch.equal(batch["completion_ids"], original["completion_ids"])
         # Log-probabilities of about −5 in fp32, from products of other sizes
@@ -605,13 +606,13 @@ def test_a_rollout_is_scored_in_smaller_batches_and_from_its_beginning(tmp_path:
     assert logged(run, "troll/kl_before/max")[0] < 1e-9  # the policies are those of their own sequences
     assert logged(run, "troll/kl_before/max")[4] < 1e-9
     assert logged(run, "loss")[0] == pytest.approx(logged(whole, "loss")[0], abs=1e-6)
-    assert any("scored 8 completions at a time, and are scored 4 at a time" in x for x in said())
+    assert any("scoring rollouts is reduced from 8 to 4 completions" in x for x in said())
 
 
 def test_scoring_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
     run = trainer(tmp_path, per_device_train_batch_size=4)
     ScoringOutOfMemory(run, [1, 2, 3])
-    with pytest.raises(TrainingError, match="when a rollout was scored, 1 completions at a time"):
+    with pytest.raises(TrainingError, match="while scoring a rollout, 1 completions at a time"):
         run.train()
 
 
@@ -622,7 +623,7 @@ def test_generation_that_does_not_fit_says_what_to_do(tmp_path: Path) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
     run._generate_single_turn = fail
-    with pytest.raises(TrainingError, match=r"when a rollout was generated \(CUDA out of memory.\).*updates_per_gen"):
+    with pytest.raises(TrainingError, match=r"while generating a rollout.*\(CUDA out of memory.\).*updates_per_gen"):
         run.train()
     assert run.guards == GuardState()
 
@@ -644,12 +645,17 @@ WRAPPED = {
 
 
 def test_every_method_that_is_wrapped_is_one_of_TRLs_and_no_other_has_such_a_name() -> None:
-    ours = {name for part in (Guarded, OOMRetry, RewardValidation) for name in vars(part) if not name.startswith("__")}
+    ours = {
+        name
+        for part in (SkipInvalidUpdates, OOMRetry, RewardValidation)
+        for name in vars(part)
+        if not name.startswith("__")
+    }
     assert {name for name in ours if hasattr(GRPOTrainer, name)} == WRAPPED.keys()
     for name, known in WRAPPED.items():
         theirs = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
         assert theirs[: len(known)] == known
-        inspect.signature(getattr(Guarded, name)).bind(**dict.fromkeys(theirs))
+        inspect.signature(getattr(RobustTrainer, name)).bind(**dict.fromkeys(theirs))
 
 
 def test_the_loss_types_that_are_weighed_by_tokens_are_those_that_TRL_divides_by_them() -> None:

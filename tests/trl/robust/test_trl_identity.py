@@ -15,15 +15,25 @@ from datasets import Dataset, IterableDataset
 from PIL import Image
 from trl_cases import lower_case, prompts, text_of, trainer
 
+from troll.errors import InputError
+from troll.lab.tasks import find_reward
 from troll.trl.robust import fingerprint as module
-from troll.trl.robust.changes import differences
-from troll.trl.robust.fingerprint import _code, _data, _hash, identity, sources
+from troll.trl.robust.fingerprint import (
+    _data,
+    _hash,
+    code_hash,
+    differences,
+    fingerprint,
+    stored_fingerprint,
+)
+from troll.trl.robust.renamed_settings import translate_settings
+from troll.trl.trust_region import canonical_schedule
 
 REWARD = "def reward(completions, **columns):\n    return [0.0] * len(completions)\n"
 
 
 def of(folder: Path, **changes: Any) -> dict[str, Any]:
-    return identity(trainer(folder, **changes))
+    return fingerprint(trainer(folder, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -68,52 +78,85 @@ def test_another_run_is_another(
 
 def test_training_does_not_change_it(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=1, eval_dataset=prompts(8))
-    before = identity(run)
+    before = fingerprint(run)
     run.train()
-    assert identity(run) == before
+    assert fingerprint(run) == before
 
 
 def test_what_decides_is_in_it(usual: dict[str, Any]) -> None:
     assert usual["versions"].keys() >= {"python", "torch", "transformers", "trl", "troll"}
-    assert {"trainer.py", "identity.py"} <= {Path(name).name for name in usual["code"]}
-    assert not [name for name in usual["code"] if name.startswith(("cli/", "report/", "attacks/", "adapters/verl/"))]
+    assert "code" not in usual
     assert usual["model"]["parameters"] == usual["model"]["trained"] > 0
     assert list(usual["rewards"]) == ["lower_case"]
     assert usual["processes"] == 1
     assert not {"output_dir", "hub_token", "push_to_hub_token", "save_steps"} & usual["settings"].keys()
 
 
-def test_the_code_is_known_by_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hashes(root: Path) -> dict[str, str]:
-        sources.cache_clear()
-        monkeypatch.setattr(module.troll, "__file__", str(root / "__init__.py"))
-        return dict(sources())
+def test_a_reward_of_this_package_is_known_by_its_name_not_by_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an edit of troll does not block a resume."""
+    file = tmp_path / "troll" / "rewards.py"
+    file.parent.mkdir()
+    file.write_text(REWARD)
+    reward = find_reward(f"{file}:reward")
+    elsewhere = code_hash(reward)
+    monkeypatch.setattr(module.troll, "__file__", str(file.parent / "__init__.py"))
+    assert code_hash(reward) == "troll:reward" != elsewhere
 
-    for name in ("a", "b"):
-        (tmp_path / name / "policy").mkdir(parents=True)
-        (tmp_path / name / "cli").mkdir()
-        for file in ("__init__.py", "policy/head.py", "cli/main.py", "policy/notes.txt"):
-            (tmp_path / name / file).write_text(file)
-    first = hashes(tmp_path / "a")
-    assert first.keys() == {"__init__.py", "policy/head.py"}
-    assert hashes(tmp_path / "b") == first  # the same sources in another place
-    (tmp_path / "b" / "policy" / "head.py").write_text("other")
-    assert [x.partition(":")[0] for x in differences(first, hashes(tmp_path / "b"))] == ["policy/head.py"]
-    monkeypatch.undo()
-    sources.cache_clear()
+
+def test_settings_of_0_1_0_are_translated() -> None:
+    old = {"bound": "fixed", "bound_curve": "geometric", "regression_tolerance": None, "reward_errors": "mask"}
+    assert translate_settings(old) == {
+        "kl_bound_schedule": None,
+        "regression_coef_schedule": None,
+        "on_invalid_reward": "mask",
+    }
+    kinds = {
+        "geometric end=0.01 rollouts=50": {"bound": "schedule", "bound_end": 0.01, "bound_rollouts": 50},
+        "linear end=0.01 rollouts=5": {
+            "bound": "schedule",
+            "bound_end": 0.01,
+            "bound_rollouts": 5,
+            "bound_curve": "linear",
+        },
+        "network target=0.1": {"bound": "network", "bound_target": 0.1},
+        "entropy": {"bound": "entropy", "bound_highest": None},
+        "entropy max=0.5": {"bound": "entropy", "bound_highest": 0.5},
+        "sequence limit=2.0": {"bound": "sequence", "sequence_kl_bound": 2.0, "sequence_by_prefix": False},
+        "sequence limit=2.0 by_prefix=true": {
+            "bound": "sequence",
+            "sequence_kl_bound": 2.0,
+            "sequence_by_prefix": True,
+        },
+    }
+    for line, fields in kinds.items():
+        assert translate_settings(fields) == {"kl_bound_schedule": line}
+        assert canonical_schedule("kl_bound_schedule", line) == line
+    assert translate_settings({"held_out_size": 8, "seed": 1}) == {"eval_size": 8, "seed": 1}
+    present = {"kl_bound_schedule": "network target=0.1", "kl_bound": 0.1}
+    assert translate_settings(present) == present
+
+
+def test_a_checkpoint_of_0_1_0_is_compared_without_its_source_files(usual: dict[str, Any]) -> None:
+    identity = {**usual, "code": {"trainer.py": "1234"}}
+    assert differences(stored_fingerprint({"identity": identity}, usual), usual) == []
+    other = {**identity, "processes": 2}
+    assert differences(stored_fingerprint({"identity": other}, usual), usual) == ["processes: 2 → 1"]
+    assert stored_fingerprint({"fingerprint": usual}, {}) == usual
+    for about in ({}, {"identity": None}, {"identity": {"settings": None}}):
+        with pytest.raises(InputError, match="no fingerprint that this version of troll can read"):
+            stored_fingerprint(about, usual)
 
 
 def test_a_reward_is_known_by_its_file(tmp_path: Path) -> None:
     """What it calls may stand beside it."""
-    from troll.lab.tasks.load import find_reward
-    from troll.lab.tasks.rewards import watched
-
     hashes = []
     for folder, text in (("a", REWARD), ("b", REWARD), ("c", REWARD + "OTHER = 1\n")):
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "rewards.py"
         file.write_text(text)
-        hashes.append(_code(watched(find_reward(f"{file}:reward"))))
+        hashes.append(code_hash(find_reward(f"{file}:reward")))
     assert hashes[0] == hashes[1] != hashes[2]
 
 
@@ -121,7 +164,7 @@ def test_a_reward_in_the_script_that_trains_is_known_by_itself(tmp_path: Path) -
     """The script may change around it."""
     for name, more in (("a", ""), ("b", "learning_rate = 1\n"), ("c", "")):
         reward = REWARD if name != "c" else REWARD.replace("0.0", "1.0")
-        code = f"{more}{reward}\nfrom troll.trl.robust.fingerprint import _code\nprint(_code(reward))\n"
+        code = f"{more}{reward}\nfrom troll.trl.robust.fingerprint import code_hash\nprint(code_hash(reward))\n"
         (tmp_path / f"{name}.py").write_text(code)
     code = "import runpy, sys; [runpy.run_path(x, run_name='__main__') for x in sys.argv[1:]]"
     files = [str(tmp_path / f"{name}.py") for name in "abc"]
@@ -137,9 +180,9 @@ class Judge:
 
 def test_any_callable_has_something_to_be_known_by() -> None:
     here = _hash(Path(__file__).read_bytes())
-    assert _code(Judge()) == here
-    assert _code(functools.partial(lower_case, weight=1)) == _code(lower_case) != here
-    assert _code(len) == "len"
+    assert code_hash(Judge()) == here
+    assert code_hash(functools.partial(lower_case, weight=1)) == code_hash(lower_case) != here
+    assert code_hash(len) == "len"
 
 
 def test_data_of_every_kind() -> None:

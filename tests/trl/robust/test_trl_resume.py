@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from trl_cases import furthest, logged, prompts, trainer, weights
 
 from troll.policy import PackedPolicy, SparsePolicy
+from troll.trl.passes import OLD_POLICY
 from troll.trl.robust import rollout_state as rollout
 from troll.trl.robust.store import MANIFEST
 
@@ -322,7 +323,7 @@ def test_every_checkpoint_has_the_rollout_of_its_time(tmp_path: Path) -> None:
     ids = {}
     for update in (2, 4, 6, 8):
         path = tmp_path / f"checkpoint-{update}" / rollout.file_name(0)
-        assert rollout.facts(path)["step"] == update
+        assert rollout.schedule(path)["step"] == update
         ids[update] = torch.cat([batch["completion_ids"] for batch in rollout.load(path, torch.device("cpu"))])
     assert torch.equal(ids[2], ids[4])
     assert not torch.equal(ids[4], ids[6])
@@ -379,26 +380,26 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype) ->
                 "nothing": x[:0],
                 "num_images": [1, 0, 2, number],
                 "absent": None,
-                rollout.OLD_POLICY: packed(4, 6, dtype),
+                OLD_POLICY: packed(4, 6, dtype),
             }
         )
     path = tmp_path / "rollout"
     rollout.save(path, batches, {"step": 5, "steps_per_generation": 3})
-    assert rollout.facts(path) == {"step": 5, "steps_per_generation": 3}
+    assert rollout.schedule(path) == {"step": 5, "steps_per_generation": 3}
     read = rollout.load(path, torch.device("cpu"))
     assert len(read) == 3
     for was, now in zip(batches, read, strict=True):
         assert was.keys() == now.keys()
-        assert same_policies(was.pop(rollout.OLD_POLICY), now.pop(rollout.OLD_POLICY))
+        assert same_policies(was.pop(OLD_POLICY), now.pop(OLD_POLICY))
         for name in was:
             assert same(was[name], now[name]), name
 
 
 def test_a_rollout_in_which_nothing_counts_is_written_and_read(tmp_path: Path) -> None:
     empty = SparsePolicy(torch.full((2, 3, 4), -1), torch.full((2, 3, 4), -math.inf), torch.zeros(2, 3), 100)
-    rollout.save(tmp_path / "rollout", [{rollout.OLD_POLICY: empty.pack().sequences()}] * 2, {})
+    rollout.save(tmp_path / "rollout", [{OLD_POLICY: empty.pack().sequences()}] * 2, {})
     for batch in rollout.load(tmp_path / "rollout", torch.device("cpu")):
-        assert same_policies(batch[rollout.OLD_POLICY], empty.pack().sequences())
+        assert same_policies(batch[OLD_POLICY], empty.pack().sequences())
 
 
 @pytest.mark.parametrize("changes", [{}, {"kind": "vision"}, {"tail": "floor", "max_support": 7}])
@@ -409,10 +410,10 @@ def test_the_buffer_of_a_trainer_is_read_as_it_was(tmp_path: Path, changes: dict
     assert len(read) == len(run._buffered_inputs) == 4
     for was, now in zip(run._buffered_inputs, read, strict=True):
         assert was.keys() == now.keys()
-        assert same_policies(was[rollout.OLD_POLICY], now[rollout.OLD_POLICY])
-        assert all(same(was[name], now[name]) for name in was if name != rollout.OLD_POLICY)
+        assert same_policies(was[OLD_POLICY], now[OLD_POLICY])
+        assert all(same(was[name], now[name]) for name in was if name != OLD_POLICY)
         # What is used of them, padded to the widest support that occurs in the batch
-        old, again = (PackedPolicy.stack(x[rollout.OLD_POLICY]).unpack() for x in (was, now))
+        old, again = (PackedPolicy.stack(x[OLD_POLICY]).unpack() for x in (was, now))
         assert same(old.token_ids, again.token_ids)
         assert same(old.log_probs, again.log_probs)
 

@@ -20,7 +20,7 @@ from troll.lab.runs.listing import resumable_from
 from troll.lab.runs.summary import sentences
 from troll.lab.runs.writer import run_name_of
 from troll.lab.training.settings import DEFAULT_MODEL, ONLY_VERL, RunSettings, defaults
-from troll.trl.robust.changes import differences, refuse_changes
+from troll.trl.robust.fingerprint import differences, refuse_changes
 from troll.trl.robust.lock import locked
 
 DESCRIPTION = """\

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from troll.lab.runs import Run, TokenHistory
+from troll.trl.robust.renamed_settings import bound_kind
 
 Array = NDArray[np.float64]
 Line = dict[str, Any]
@@ -51,7 +52,7 @@ class RunData:
     @property
     def adapts(self) -> bool:
         """Whether the bound went above ``kl_bound`` for some tokens or updates, or may have."""
-        kind = (self.about.get("settings") or {}).get("bound", "fixed")
+        kind = bound_kind(self.about.get("settings") or {})
         return self.projects and kind not in ("fixed", "sequence")
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from troll.trl.robust.renamed_settings import bound_kind
+
 ARMS: dict[str, dict[str, Any]] = {
     "troll": {"trust_region": "troll"},
     "clip": {"trust_region": "clip", "epsilon": 0.2},
@@ -30,7 +32,7 @@ def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     if region == "none":
         return ("custom" if by_sequence else "none"), "no trust region" + (", sequence ratio" if by_sequence else "")
     if region == "troll":
-        kind = settings.get("bound") or "fixed"
+        kind = bound_kind(settings)
         label = f"TROLL, KL ≤ {settings['kl_bound']:g}" if kind == "fixed" else f"TROLL, {kind} bound"
         return ("custom" if by_sequence else "troll"), label + (", sequence ratio" if by_sequence else "")
     if settings.get("loss_type") in OTHER_CLIPS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from troll.lab.runs.comparison import ROLLOUTS_AVERAGED
 from troll.lab.runs.folder import Line, Run
+from troll.trl.robust.renamed_settings import bound_kind
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def summarise(run: Run) -> Summary:
         kl_mean=_mean(_column(metrics, "troll/kl_before/mean")),
         kl_after_max=max(after) if after else None,
         kl_bound=bound if settings["trust_region"] == "troll" else None,
-        adapts=settings.get("bound", "fixed") not in ("fixed", "sequence"),
+        adapts=bound_kind(settings) not in ("fixed", "sequence"),
         seconds=about["seconds"],
     )
 

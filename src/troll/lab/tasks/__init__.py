@@ -5,7 +5,6 @@ task.train_dataset[0]["prompt"], task.reward_funcs, task.eval_dataset
 """
 
 from troll.lab.tasks.load import find_reward, load_task, task_names
-from troll.lab.tasks.rewards import RewardError
 from troll.lab.tasks.task import Task, exact_match, first_line, text_of
 
-__all__ = ["RewardError", "Task", "exact_match", "find_reward", "first_line", "load_task", "task_names", "text_of"]
+__all__ = ["Task", "exact_match", "find_reward", "first_line", "load_task", "task_names", "text_of"]

@@ -9,13 +9,12 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 
 from troll.errors import InputError, suggestion
 from troll.lab.tasks.data import Record, as_record, check_size, field, split, to_dataset
-from troll.lab.tasks.rewards import watched
 from troll.lab.tasks.task import Request, Reward, Task, first_line
 
 _TASKS = {  # name: (module, one line)
@@ -78,7 +77,7 @@ def load_task(
         raise InputError("--task data needs a reward function", "Pass --reward my_rewards.py:function")
     module = importlib.import_module(f"troll.lab.tasks.{_TASKS[kind][0]}")
     task: Task = _load_from_file(request) if kind == "FILE.py" else module.load(request)
-    return replace(task, reward_funcs=[watched(f) for f in reward_funcs or task.reward_funcs])
+    return replace(task, reward_funcs=[_as_reward(f) for f in reward_funcs or task.reward_funcs])
 
 
 def find_reward(name: str) -> Reward:
@@ -103,6 +102,20 @@ def find_reward(name: str) -> Reward:
     if not callable(value):
         raise InputError(f"The reward {name!r} is a {type(value).__name__}, not a function", "Name a function")
     return value  # type: ignore[no-any-return]
+
+
+def _as_reward(reward: Any) -> Reward:
+    """The reward with a ``__name__``, which TRL needs; a class is refused."""
+    function = getattr(reward, "func", reward)  # of functools.partial
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(reward, type) or not callable(reward):
+        raise InputError(
+            f"The reward {name} is a {type(reward).__name__}, not a function",
+            "Define it as f(completions, **columns), or use an instance of the class",
+        )
+    if not hasattr(reward, "__name__"):
+        reward.__name__ = name
+    return cast("Reward", reward)
 
 
 def load_file(path: Path) -> dict[str, Any]:

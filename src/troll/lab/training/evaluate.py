@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +13,7 @@ from troll.errors import InputError
 from troll.lab.runs.statistics import Interval, majority, over_problems, pass_at_k, resampled
 from troll.lab.tasks.task import Reward, Task, text_of
 from troll.modeling import gqa_decoding
+from troll.trl.robust.reward_checks import checked_rewards
 
 MAJORITY = "majority"
 _FULL = 1 - 1e-6
@@ -169,10 +168,7 @@ def _judge(
     """Whether each completion is right."""
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     given = {"prompts": [row["prompt"] for row in rows], "completions": completions, "completion_ids": ids, **columns}
-    table = []
-    for reward in rewards:
-        result = reward(**given)
-        table.append(asyncio.run(result) if inspect.iscoroutine(result) else result)
+    table = checked_rewards(rewards, **given)
     values = [next((x for x in row if x is not None), 0.0) for row in zip(*table, strict=True)]
     for value in values:
         if not 0 <= value <= 1 + 1e-6:

@@ -17,7 +17,7 @@ from troll.lab.training.progress import Stopwatch
 from troll.lab.training.token_statistics import HEADER, TokenHistogram, kl_by_group
 from troll.objective import TokenStats
 from troll.trl import TROLLTrainer
-from troll.trl.robust.skipped_batches import REWARDS
+from troll.trl.passes import REWARDS
 
 _SHOWN, _SHOWN_TOKENS, _SHOWINGS = 4, 1024, 24  # completions at a time, tokens of each, number of times in a run
 

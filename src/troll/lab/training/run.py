@@ -31,8 +31,7 @@ from troll.lab.training.evaluate import stop_token
 from troll.lab.training.progress import ShowProgress, say
 from troll.lab.training.recorder import RecordedTrainer
 from troll.trl import TROLLConfig
-from troll.trl.robust.changes import differences, refuse
-from troll.trl.robust.fingerprint import identity
+from troll.trl.robust.fingerprint import differences, fingerprint, refuse, stored_fingerprint
 from troll.trl.robust.interrupt import StopOnSignal
 from troll.trl.robust.lock import locked
 from troll.trl.robust.resume import ABOUT as STATE
@@ -281,8 +280,9 @@ class _GoesOn(TrainerCallback):
         """What was said, and what the trainer has let pass."""
         if self.found.path is None:
             return list(self.plan.changes)
-        before = json.loads((self.found.path / STATE).read_bytes())["identity"]
-        passed = differences(before, identity(self.trainer))
+        now = fingerprint(self.trainer)
+        before = stored_fingerprint(json.loads((self.found.path / STATE).read_bytes()), now)
+        passed = differences(before, now)
         return [*self.plan.changes, *(x for x in passed if x not in self.plan.changes)]
 
 

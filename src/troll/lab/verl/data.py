@@ -6,9 +6,7 @@ request in ``task.json``.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,7 @@ from troll.errors import InputError
 from troll.lab.runs import write_json
 from troll.lab.tasks import Task, load_task
 from troll.rewards.workers import PoolError
+from troll.trl.robust.reward_checks import checked_rewards
 
 if TYPE_CHECKING:
     from troll.lab.training.settings import RunSettings
@@ -151,10 +150,7 @@ def score(
     columns = {name: [value] for name, value in json.loads(ground_truth).items()}
     (prompt,) = columns.pop("prompt")
     completion = solution_str if isinstance(prompt, str) else [{"role": "assistant", "content": solution_str}]
-    values: list[float | None] = []
-    for function in functions:
-        result = function(prompts=[prompt], completions=[completion], **columns)
-        values += asyncio.run(result) if inspect.iscoroutine(result) else result
+    values = [x for (x,) in checked_rewards(functions, prompts=[prompt], completions=[completion], **columns)]
     known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
     names = [function.__name__ for function in functions]
     if not known:

@@ -38,7 +38,6 @@ def _is(expected: Any) -> Callable[[Any, Setup], bool]:
 
 LIMITS: dict[str, Limit] = {
     "average_tokens_across_devices": Limit(_is(True), "`true`", "verl always averages over the whole mini-batch"),
-    "bound": Limit(_is("fixed"), "`fixed`", "verl's loss keeps nothing from one rollout to the next", "--engine trl"),
     "delta": Limit(
         lambda v, s: v is None or (not s.by_sequence and v > 1 + (s.args.epsilon_high or s.args.epsilon)),
         "above 1 + `epsilon_high`, with the ratio of tokens",
@@ -131,11 +130,8 @@ REASONS: dict[tuple[str, ...], str] = {
     ("use_rslora", "use_dora", "lora_modules_to_save", "lora_task_type", "lora_target_parameters"): (
         "verl supports rank, alpha and target modules of an adapter only"
     ),
-    (
-        *("bound_target", "bound_end", "bound_rollouts", "bound_curve", "bound_highest"),
-        *("sequence_kl_bound", "sequence_by_prefix"),
-    ): "with verl the bound is `fixed`",
-    ("regression_tolerance", "scale_regression"): "with verl the regression coefficient is fixed",
+    ("kl_bound_schedule",): "with verl the bound is fixed: its loss keeps no state from one rollout to the next",
+    ("regression_coef_schedule", "scale_regression"): "with verl the regression coefficient is fixed",
     ("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"): "verl does not upload models",
     ("log_completions", "num_completions_to_print"): "verl has trainer.rollout_data_dir for this",
     ("data_seed", "full_determinism"): "one seed is used for everything; verl has rollout.full_determinism",

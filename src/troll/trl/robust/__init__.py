@@ -1,1 +1,1 @@
-"""What keeps a long run alive: complete checkpoints, exact resume, guards, out-of-memory retries."""
+"""Long runs: complete checkpoints, exact resume, guards, out-of-memory retries. ``trainer`` lists what is where."""

@@ -1,31 +1,35 @@
-"""What makes a run the run it is: its settings, the code it runs and the data it reads."""
+"""The fingerprint of a run: versions, settings, model, rewards and data. Resume is refused if it has changed.
+
+A checkpoint stores the fingerprint. Two equal fingerprints give the same updates on the same hardware. Settings that
+cannot affect an update (``FREE``) are left out. Settings of earlier versions are translated (``renamed_settings``).
+"""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import troll
-from troll.trl.robust.changes import decides
+from troll.errors import InputError
+from troll.trl.robust.renamed_settings import translate_settings
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "vllm")
-APART = ("attacks", "cli", "report", "runs", "adapters/verl", "training/verl")
-"""Parts of troll that no update runs through."""
-_ROWS = 32  # of the data, whose text is hashed
+_ROWS = 32  # of the dataset whose text is hashed
+
+# ---------------------------------------------------------------------- the fingerprint of a trainer
 
 
-def identity(trainer: Any) -> dict[str, Any]:
-    """Of a ``TROLLTrainer``, as JSON takes it; two that are equal make the same updates, on the same hardware.
+def fingerprint(trainer: Any) -> dict[str, Any]:
+    """Fingerprint of a ``TROLLTrainer``, for JSON.
 
-    Nothing in it depends on the folder the command is run in, the time, or the number of threads.
+    Nothing in it depends on the working directory, the time, or the number of threads.
     """
     return {
         "settings": settings(trainer.args),
@@ -34,17 +38,16 @@ def identity(trainer: Any) -> dict[str, Any]:
         "rewards": _rewards(trainer),
         "data": {"train": _data(trainer.train_dataset), "held_out": _data(trainer.eval_dataset)},
         "versions": versions(),
-        "code": dict(sources()),
     }
 
 
 def settings(args: Any) -> dict[str, Any]:
-    """Those that can change the course of a run."""
-    return {name: _plain(value) for name, value in args.to_dict().items() if decides(name)}
+    """The settings that can affect an update."""
+    return {name: _plain(value) for name, value in args.to_dict().items() if affects_training(name)}
 
 
 def versions() -> dict[str, str]:
-    """Of Python, troll and the packages that decide what an update does."""
+    """Versions of Python, troll and the packages that an update depends on."""
     found = {"python": platform.python_version(), "troll": troll.__version__}
     for name in PACKAGES:
         try:
@@ -54,50 +57,47 @@ def versions() -> dict[str, str]:
     return found
 
 
-@functools.cache
-def sources() -> tuple[tuple[str, str], ...]:
-    """File → hash, of troll's own code."""
-    root = Path(troll.__file__).parent
-    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    kept = sorted(name for name in files if not name.startswith(tuple(f"{x}/" for x in APART)))
-    return tuple((name, _hash(files[name].read_bytes())) for name in kept)
-
-
 def _model(model: Any) -> dict[str, Any]:
-    """Its weights come from the checkpoint; this is what they have to fit."""
+    """Class and sizes; the parameters themselves come from the checkpoint."""
     parameters = list(model.parameters())
     return {
-        "class": type(model).__name__.removeprefix("FSDP"),  # as fully_shard names it
+        "class": type(model).__name__.removeprefix("FSDP"),  # the prefix of fully_shard
         "parameters": sum(x.numel() for x in parameters),
         "trained": sum(x.numel() for x in parameters if x.requires_grad),
     }
 
 
 def _rewards(trainer: Any) -> dict[str, Any]:
-    """Name → hash of the code of every reward function; a reward model is its name."""
+    """Name of each reward function → hash of its code; of a reward model, its name."""
     found: dict[str, Any] = {}
     for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
         model: Any = getattr(reward, "config", None)
-        found[name] = str(model._name_or_path) if hasattr(model, "_name_or_path") else _code(reward)
+        found[name] = str(model._name_or_path) if hasattr(model, "_name_or_path") else code_hash(reward)
     return found
 
 
-def _code(reward: Any) -> str:
-    """Hash of the file a reward comes from; of the function alone where the file is the script that trains.
+def code_hash(reward: Any) -> str:
+    """Hash of the file of a reward function; of the function alone if the file is the training script.
 
-    Where there is no source, as of what is written in C, its name is all there is.
+    The name instead if there is no source file, and for rewards of this package, which have its version.
     """
     function = inspect.unwrap(reward if inspect.isroutine(reward) else getattr(reward, "func", type(reward)))
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
     try:
         if getattr(function, "__module__", None) == "__main__":
             return _hash(inspect.getsource(function).encode())
-        return _hash(Path(inspect.getfile(function)).read_bytes())
+        file = Path(inspect.getfile(function)).resolve()
+        ours = file.is_relative_to(Path(troll.__file__).resolve().parent)
+        return f"{_OURS}{name}" if ours else _hash(file.read_bytes())
     except (OSError, TypeError):
-        return str(getattr(function, "__qualname__", type(function).__qualname__))
+        return name
+
+
+_OURS = "troll:"
 
 
 def _data(data: Any) -> Any:
-    """Rows, columns, and a hash of the first rows; of what comes as a stream, the columns."""
+    """Rows, columns, and a hash of the first rows; for streamed data the columns alone."""
     if data is None:
         return None
     if isinstance(data, Mapping):
@@ -105,14 +105,14 @@ def _data(data: Any) -> Any:
     columns = getattr(data, "column_names", None)
     if not hasattr(data, "__len__"):
         return {"columns": columns}
-    plain = data.with_format(None) if hasattr(data, "with_format") else data  # without a transform that may be random
+    plain = data.with_format(None) if hasattr(data, "with_format") else data  # without a transform, may be random
     rows = [plain[i] for i in range(min(_ROWS, len(data)))]
     text = json.dumps(_plain(rows), sort_keys=True)
     return {"rows": len(data), "columns": columns, "first_rows": _hash(text.encode())}
 
 
 def _plain(value: Any) -> Any:
-    """As JSON takes it; of what is neither text nor number nor made of these, the kind."""
+    """The value for JSON; the type's name of anything but text, numbers and containers of these."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -124,3 +124,145 @@ def _plain(value: Any) -> Any:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------- which settings affect training
+
+FREE = {
+    # where the run writes, and what it logs
+    *("output_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level", "log_level_replica"),
+    *("log_on_each_node", "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
+    *("log_completions_hub_repo", "push_to_hub", "skip_memory_metrics", "include_num_input_tokens_seen", "debug"),
+    # which checkpoints it keeps, and how it is resumed
+    *("overwrite_output_dir", "resume_from_checkpoint", "restore_callback_states_from_checkpoint"),
+    *("enable_jit_checkpoint", "allow_changes", "keep_checkpoints", "max_skipped_updates"),
+    *("do_train", "do_eval", "do_predict"),
+    "eval_on_start",  # happens only once
+    "preset",  # its values are settings of their own
+    # speed of data loading, time-outs
+    *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
+    *("dataloader_pin_memory", "dataset_num_proc", "ddp_timeout", "local_rank", "torch_empty_cache_steps"),
+    *("vllm_group_port", "vllm_gpu_memory_utilization"),
+    # after training
+    *("save_model", "write_report", "runs_dir", "resume", "config", "dry_run"),
+}
+"""Settings that cannot change what an update does."""
+FREE_PREFIXES = ("logging_", "save_", "hub_", "push_to_hub_", "trackio_", "wandb_", "vllm_server_")
+LENGTH = ("max_steps", "num_train_epochs")
+"""The length of a run. It affects every update if the learning rate follows a schedule, else only the end."""
+_CONSTANT = ("constant", "constant_with_warmup")
+
+
+def affects_training(setting: str, length: bool = True) -> bool:
+    """Whether a setting can affect training; ``length`` says whether the length of the run does."""
+    if setting in LENGTH:
+        return length
+    return setting not in FREE and not setting.startswith(FREE_PREFIXES)
+
+
+# ---------------------------------------------------------------------- differences
+
+_ABSENT = "absent"
+_SHOWN = 12
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], everything: bool = False) -> list[str]:
+    """Differences between two fingerprints or settings, one line each: ``name: before → after``.
+
+    Both are nested mappings. Only differences that can affect training are listed, unless ``everything`` is True.
+
+    >>> differences({"settings": {"learning_rate": 5e-6, "save_steps": 8}}, {"settings": {"learning_rate": 1e-4}})
+    ['learning_rate: 5e-06 → 0.0001']
+    """
+    old, new = dict(_flat(before)), dict(_flat(after))
+    length = _length_matters(old) or _length_matters(new)
+    changed = [path for path in [*old, *(x for x in new if x not in old)] if not _same(old, new, path)]
+    return [
+        f"{_name(path)}: {_shown(old, path)} → {_shown(new, path)}"
+        for path in changed
+        if everything or affects_training(path[-1], length)
+    ]
+
+
+def refuse_changes(before: Mapping[str, Any], after: Mapping[str, Any], allow: bool = False) -> list[str]:
+    """Raise if something that affects training has changed; with ``allow``, return the changes."""
+    changes = differences(before, after)
+    if not allow:
+        refuse(changes)
+    return changes
+
+
+def refuse(changes: Sequence[str]) -> None:
+    """Raise if there are changes."""
+    if changes:
+        more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
+        raise InputError(
+            f"resume refused: the run has changed since the checkpoint ({'; '.join([*changes[:_SHOWN], *more])})",
+            "Restore the earlier values, or pass --allow_changes (allow_changes=True) to resume with the changes",
+        )
+
+
+_Path = tuple[str, ...]
+
+
+def _flat(value: Mapping[str, Any], above: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    for name, inner in value.items():
+        path = (*above, str(name))
+        if isinstance(inner, Mapping) and inner:
+            yield from _flat(inner, path)
+        else:
+            yield path, inner
+
+
+def _same(old: Mapping[_Path, Any], new: Mapping[_Path, Any], path: _Path) -> bool:
+    """None and a missing name are the same: a file may leave out unset settings."""
+    return bool(_listed(old.get(path)) == _listed(new.get(path)))
+
+
+def _listed(value: Any) -> Any:
+    """As JSON returns it: tuples become lists."""
+    return [_listed(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _length_matters(flat: Mapping[_Path, Any]) -> bool:
+    """Whether the learning rate of an update depends on the number of updates; False if the schedule is unknown."""
+    by_name = {path[-1]: value for path, value in flat.items()}
+    if by_name.get("lr_scheduler_type", _CONSTANT[0]) not in _CONSTANT:
+        return True
+    shares = [by_name.get("warmup_ratio") or 0.0, by_name.get("warmup_steps") or 0.0]
+    return any(0 < share < 1 for share in shares)
+
+
+def _name(path: _Path) -> str:
+    """Settings by name, everything else by its full path."""
+    return ".".join(path[1:] if path[0] == "settings" and len(path) > 1 else path)
+
+
+def _shown(flat: Mapping[_Path, Any], path: _Path) -> str:
+    text = _ABSENT if flat.get(path) is None else str(flat[path])
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+# ---------------------------------------------------------------------- fingerprints in checkpoints
+
+
+def stored_fingerprint(about: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint in a checkpoint's ``troll.json``, of this version or translated from 0.1.0.
+
+    0.1.0 also hashed the source files of troll; they are not compared. ``present`` is the fingerprint of the run.
+    """
+    if "fingerprint" in about:
+        return dict(about["fingerprint"])
+    try:
+        stored = {name: value for name, value in about["identity"].items() if name != "code"}
+        stored["settings"] = translate_settings(stored["settings"])
+        ours = {name for name, code in present.get("rewards", {}).items() if str(code).startswith(_OURS)}
+        stored["rewards"] = {
+            name: present["rewards"][name] if name in ours else code for name, code in stored["rewards"].items()
+        }
+    except (KeyError, AttributeError, TypeError):
+        raise InputError(
+            "the checkpoint has no fingerprint that this version of troll can read",
+            "Resume with the version that wrote it, or start a new run from the checkpoint's model",
+        ) from None
+    return stored

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that is closed: finish the update, save, and end as if that had been the plan."""
+"""Ctrl-C, SIGTERM and a closed terminal: finish the update, save a checkpoint, and exit normally."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from transformers import TrainerCallback
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 LAUNCHED = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun and accelerate, which pass on a Ctrl-C that has reached every process already, as a SIGTERM."""
+"""Set by torchrun and accelerate, which send SIGTERM after a Ctrl-C that every process has already received."""
 
 
 class StopOnSignal(TrainerCallback):
-    """Ends training after the update that a signal interrupts, with a checkpoint. A second signal ends it at once.
+    """Stops training after the current update, with a checkpoint. A second signal raises ``KeyboardInterrupt`` at once.
 
-    A signal that comes before training begins ends it at once as well: there is nothing to save. An evaluation that is
-    due after the last update is still made: it draws random numbers, and without it the resumed run would be another
-    one than a run that was never interrupted. To end at once raises ``KeyboardInterrupt``, wherever the trainer is; the
-    last checkpoint stays as it is.
+    So does a signal before training begins, when there is nothing to save. An evaluation due after the last update
+    still runs: it draws random numbers, and without it the resumed run would differ from an uninterrupted one.
+    Earlier checkpoints stay valid in all cases.
 
     >>> with StopOnSignal() as stop:                                                        # doctest: +SKIP
     ...     trainer.add_callback(stop)
@@ -34,14 +33,14 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.caught = False
         self.stopped = False
-        """Whether updates are left that were not made."""
+        """Whether updates are left to do."""
         self._now = "before"
         self._seen: set[int] = set()
         self._before: dict[int, Any] = {}
         self._terminals: list[int] = []
 
     def __enter__(self) -> StopOnSignal:
-        if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
             return self
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
         for number in SIGNALS:
@@ -55,7 +54,7 @@ class StopOnSignal(TrainerCallback):
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if number == getattr(signal, "SIGHUP", None):
-            self._go_on_in_silence()
+            self._silence_terminal()
         again = self.caught and (number in self._seen or LAUNCHED not in os.environ)
         self._seen.add(number)
         if again or self._now == "before":
@@ -64,22 +63,22 @@ class StopOnSignal(TrainerCallback):
             return
         self.caught = True
         updates = self._now == "training"
-        what = "Stopping after this update, with a checkpoint." if updates else "The last update is made."
-        os.write(2, f"\n{what} Once more to stop at once.\n".encode())  # print may be what was interrupted
+        what = "Stopping after this update, with a checkpoint." if updates else "The last update is done."
+        os.write(2, f"\n{what} Press again to stop at once.\n".encode())  # print itself may be interrupted
 
-    def _go_on_in_silence(self) -> None:
-        """A terminal that was closed takes no more words; whoever printed one would fail."""
+    def _silence_terminal(self) -> None:
+        """Redirect output to /dev/null: printing to a closed terminal would fail."""
         nothing = os.open(os.devnull, os.O_WRONLY)
         for number in self._terminals:
             os.dup2(nothing, number)
         os.close(nothing)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """From now on there is something to save."""
+        """From now on, a signal saves a checkpoint."""
         self._now = "training" if state.global_step < state.max_steps else "after"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save and stop if a signal came, to this process or another one."""
+        """Save and stop if this process or another one received a signal."""
         if args.world_size > 1:
             signals = torch.tensor(float(self.caught), device=args.device)
             torch.distributed.all_reduce(signals)

@@ -1,4 +1,4 @@
-"""One process at a time writes a run: a lock in its folder, which the kernel takes back however that process ends."""
+"""A lock in the folder of a run: one process at a time writes it. The kernel frees it when that process ends."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from troll.files import write_atomic
 
 LOCK, HOLDER = ".lock", ".lock.json"
 WITHOUT = "TROLL_NO_LOCKS"
-_PATIENCE = 0.5  # seconds: a listing that asks whether a run is locked holds the lock for less than that
+_PATIENCE = 0.5  # seconds; ``is_locked`` in another process holds the lock for less
 
 
 @contextmanager
 def locked(folder: str | Path, what: str = "the run") -> Iterator[None]:
-    """Hold the lock of a folder that exists. One process may take it twice, as a trainer does inside a command.
+    """Hold the lock of an existing folder. A process may take it twice, as the trainer does inside a command.
 
-    Beside the lock stands who holds it, for the message that others get. Where files cannot be locked, the environment
-    variable ``TROLL_NO_LOCKS=1`` does without.
+    A file beside the lock names the holder for error messages. On file systems without locks, set the environment
+    variable ``TROLL_NO_LOCKS=1``.
     """
     folder = Path(folder)
     if os.environ.get(WITHOUT):
@@ -39,19 +39,16 @@ def locked(folder: str | Path, what: str = "the run") -> Iterator[None]:
         lock.acquire(timeout=_PATIENCE)
     except Timeout:
         raise InputError(
-            f"{what} {folder}, which {_who(folder)}",
-            "one that nobody writes",
-            "waiting for it; or stopping that process",
+            f"{what} {folder} is in use: {_holder_sentence(folder)}", "Wait for it to finish, or stop that process"
         ) from None
     except OSError as error:
         if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM):
             raise InputError(
-                f"{what} {folder}, which cannot be written ({error.strerror})", "a folder that can be", "mending that"
+                f"{what} {folder} cannot be written ({error.strerror})", "Fix the error, or use another folder"
             ) from None
         raise InputError(
-            f"{what} {folder}, where no file can be locked ({error.strerror or error})",
-            "a folder on a disk where a lock keeps two processes from writing the same run",
-            f"another disk; or {WITHOUT}=1, if you see to it that no two processes do",
+            f"{what} {folder} is on a file system without file locks ({error.strerror or error})",
+            f"Use another disk, or set {WITHOUT}=1 and make sure that only one process writes the run",
         ) from None
     try:
         if first:
@@ -64,7 +61,7 @@ def locked(folder: str | Path, what: str = "the run") -> Iterator[None]:
 
 
 def is_locked(folder: str | Path) -> bool:
-    """Whether a process writes the run now; where the lock cannot be tried, whether the one that signed it is alive."""
+    """Whether a process writes the run now; where the lock cannot be tried, whether its recorded holder is alive."""
     folder = Path(folder)
     if not (folder / LOCK).is_file():
         return False
@@ -78,7 +75,7 @@ def is_locked(folder: str | Path) -> bool:
 
 
 def holder(folder: Path) -> dict[str, Any]:
-    """Process, host and time of whoever locked the folder last, if it did not release it; else nothing."""
+    """Process, host and start time of the lock's holder; empty if it was released."""
     try:
         found = json.loads((folder / HOLDER).read_bytes())
     except (OSError, ValueError):
@@ -87,7 +84,7 @@ def holder(folder: Path) -> dict[str, Any]:
 
 
 def _lock(folder: Path, is_singleton: bool = False) -> FileLock:
-    """The path is resolved: whichever way a run is named, it has one lock."""
+    """The lock of a folder, the same for all spellings of its path."""
     return FileLock(folder.resolve() / LOCK, is_singleton=is_singleton, thread_local=False, fallback_to_soft=False)
 
 
@@ -97,10 +94,9 @@ def _sign(folder: Path) -> None:
     write_atomic(folder / HOLDER, json.dumps(note).encode())
 
 
-def _who(folder: Path) -> str:
-    """Between the lock and the signature another one may look."""
+def _holder_sentence(folder: Path) -> str:
     by = holder(folder)
-    if not by.keys() >= {"pid", "host", "since"}:
+    if not by.keys() >= {"pid", "host", "since"}:  # locked, but the holder has not written its name yet
         return "another process is writing"
     return f"process {by['pid']} on {by['host']} has been writing since {by['since']}"
 
@@ -112,6 +108,6 @@ def _is_alive(by: dict[str, Any]) -> bool:
         os.kill(by["pid"], 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is there, and of another user
+    except OSError:  # it exists and belongs to another user
         return True
     return True

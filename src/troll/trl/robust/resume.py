@@ -1,4 +1,7 @@
-"""Going on from a checkpoint as if nothing had happened: which one, whether it may be, and everything that is in it."""
+"""Exact resume: which checkpoint, whether its settings agree, and everything in it.
+
+A resumed run continues bit for bit as if it had not been interrupted, also inside a rollout.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,13 @@ from accelerate.utils import broadcast_object_list
 from trl import GRPOTrainer
 
 from troll.errors import InputError
-from troll.trl.region_state import Region
-from troll.trl.robust import rollout_state as rollout
-from troll.trl.robust.changes import refuse_changes
-from troll.trl.robust.fingerprint import identity
+from troll.trl.robust import rollout_state
+from troll.trl.robust.fingerprint import fingerprint, refuse_changes, stored_fingerprint
+from troll.trl.robust.guards import GuardState
 from troll.trl.robust.lock import locked
-from troll.trl.robust.optimizer_overrides import renew
-from troll.trl.robust.process_state import restore_logging, restore_random_state
+from troll.trl.robust.state import load_state, restore_logging, restore_random_state
 from troll.trl.robust.store import MANIFEST, STAGING, last_good, recover, verify
-from troll.trl.robust.tensor_state import load_state
-from troll.trl.robust.update_state import GuardState
+from troll.trl.trust_region import TrustRegionState
 
 logger = get_logger(__name__)
 
@@ -29,60 +29,63 @@ ABOUT, OPTIMIZER, REFERENCE = "troll.json", "optimizer.safetensors", "reference.
 
 
 def process_file(process: int) -> str:
-    """Name of the file with what one process knows."""
+    """Name of the file in a checkpoint with the random generators and metrics of a process."""
     return f"troll_process_{process:05d}.safetensors"
 
 
-class Resumed(GRPOTrainer):
-    """Goes on from the last good checkpoint exactly; one process at a time writes the folder."""
+class ExactResume(GRPOTrainer):
+    """Resumes from the last complete checkpoint; only one process at a time may write the folder."""
 
     guards: GuardState
-    region: Region
-    _identity: dict[str, Any]
+    region: TrustRegionState
+    _fingerprint: dict[str, Any]
     _changed: bool = False
     _makes_optimizer: bool = False
-    _sampler: rollout.Sampler | None = None
+    _sampler: rollout_state.Sampler | None = None
     _resumed: str | None = None
-    """The checkpoint whose random generators are still to be restored."""
+    """The checkpoint whose random generators are not restored yet."""
     _renamed: bool = False
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
-        """As TRL; ``True`` goes on from the newest checkpoint that is whole. Nobody else may write the folder."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL; ``True`` resumes from the last complete checkpoint. The folder is locked meanwhile."""
         root = Path(self.args.output_dir)
         evaluates = self.args.eval_on_start
-        self._identity, self._changed = identity(self), False
+        self._fingerprint, self._changed = fingerprint(self), False
         self._makes_optimizer = self._makes_optimizer or self.optimizer is None
         with locked(root) if self.accelerator.is_main_process else nullcontext():
             self._resumed = self._choose(root, resume_from_checkpoint)
             if self._resumed is not None:
                 self._restore_about(Path(self._resumed) / ABOUT)
-                self.args.eval_on_start = False  # it was made when the run began
+                self.args.eval_on_start = False  # done when the run began
             try:
-                return super().train(self._resumed, *args, **named)
+                return super().train(self._resumed, *args, **kwargs)
             finally:
                 self.args.eval_on_start = evaluates
 
-    def _choose(self, root: Path, asked: str | bool | None) -> str | None:
-        """The checkpoint to go on from: the main process looks, all take the same."""
-        if not asked:
+    def _choose(self, root: Path, resume_from: str | bool | None) -> str | None:
+        """The checkpoint to resume from, chosen by the main process for all."""
+        if not resume_from:
             return None
         choice: list[str | None] = [None]
         if self.accelerator.is_main_process:
-            choice = [_last_good(root) if asked is True else _checked(root, Path(asked))]
+            choice = [_last_good(root) if resume_from is True else _checked(root, Path(resume_from))]
         broadcast_object_list(choice)
         return choice[0]
 
     def _restore_about(self, path: Path) -> None:
         if path.exists():
             about = json.loads(path.read_text(encoding="utf-8"))
-            for change in refuse_changes(about["identity"], self._identity, self.args.allow_changes):
-                logger.warning(f"The run goes on with a change: {change}")
+            changes = refuse_changes(
+                stored_fingerprint(about, self._fingerprint), self._fingerprint, self.args.allow_changes
+            )
+            for change in changes:
+                logger.warning(f"Resuming with a change: {change}")
                 self._changed = True
             self.guards = GuardState(**{k: v for k, v in about["guards"].items() if k in vars(self.guards)})
             self.region.restore(about.get("region", {}))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As transformers, which leaves out weights that are saved under other names than they have in the model."""
+        """Load as transformers, and also parameters that are saved under other names than the model's."""
         self._renamed = False
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self._renamed:
@@ -107,27 +110,27 @@ class Resumed(GRPOTrainer):
             if state["scaler"] is not None and self._scaler is not None:
                 self._scaler.load_state_dict(state["scaler"])
             if self._changed and self._makes_optimizer:
-                renew(self)
+                override_optimizer(self)
         if (folder / REFERENCE).exists() and self.ref_model is not None:
             self.accelerator.unwrap_model(self.ref_model).load_state_dict(load_state(folder / REFERENCE))
-        self._load_rollout(folder / rollout.file_name(self.accelerator.process_index))
+        self._load_rollout(folder / rollout_state.file_name(self.accelerator.process_index))
 
     def _load_rollout(self, path: Path) -> None:
         if not path.exists():
-            logger.warning(f"{path} is missing: if the checkpoint is inside a rollout, another one is generated.")
+            logger.warning(f"{path} is missing: a checkpoint inside a rollout continues with a new rollout.")
             return
-        saved = rollout.facts(path)
-        state = rollout.sampler(path)
+        saved = rollout_state.schedule(path)
+        state = rollout_state.sampler(path)
         if state is not None and self._sampler is not None:
             self._sampler.resume(state)
-        if {**saved, "step": 0} != {**self._facts, "step": 0}:
-            logger.warning(f"The rollout in {path} was made on another schedule ({saved}) and is generated again.")
+        if {**saved, "step": 0} != {**self._schedule, "step": 0}:
+            logger.warning(f"The rollout in {path} belongs to another schedule ({saved}) and is generated again.")
             return
         self._step = int(saved["step"])
-        self._buffered_inputs = rollout.load(path, self.accelerator.device)
+        self._buffered_inputs = rollout_state.load(path, self.accelerator.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """What this process knows, right before its first update."""
+        """Restore random generators and metrics of this process, right before its first update."""
         self._resumed = None
         path = Path(checkpoint or "") / process_file(self.args.process_index)
         if not path.exists():
@@ -137,20 +140,20 @@ class Resumed(GRPOTrainer):
         restore_random_state(state["random"])
         restore_logging(self, state["logging"])
 
-    def _run_epoch(self, *args: Any, **named: Any) -> None:
-        """As transformers, which makes one more update when a run is resumed that has made all."""
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run as transformers, but make no further update if the resumed run had made all of them."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*args, **named)
+        super()._run_epoch(*args, **kwargs)
 
-    def _finalize_training(self, *args: Any, **named: Any) -> Any:
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self._resumed is not None:  # there was nothing left to do
             self._load_rng_state(self._resumed)
-        return super()._finalize_training(*args, **named)
+        return super()._finalize_training(*args, **kwargs)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._sampler = rollout.Sampler(super()._get_train_sampler(dataset))
+        self._sampler = rollout_state.Sampler(super()._get_train_sampler(dataset))
         return self._sampler
 
     @property
@@ -158,8 +161,8 @@ class Resumed(GRPOTrainer):
         return getattr(self.accelerator, "scaler", None)
 
     @property
-    def _facts(self) -> dict[str, float]:
-        """Where in which schedule this process is, and what the batches of a rollout are made for."""
+    def _schedule(self) -> dict[str, float]:
+        """Position of this process in its schedule, and the settings that the batches of a rollout depend on."""
         return {
             "step": self._step,
             "steps_per_generation": self.args.steps_per_generation,
@@ -174,26 +177,46 @@ class Resumed(GRPOTrainer):
         }
 
 
+def override_optimizer(trainer: Any) -> None:
+    """Apply the present learning rate and optimizer settings to the optimizer and schedule of a checkpoint.
+
+    Their state stays: moments, and the position in the schedule. For an optimizer that the trainer created itself.
+    """
+    args, groups, schedule = trainer.args, trainer.optimizer.param_groups, trainer.lr_scheduler
+    _, settings = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    factors = [factor(schedule.last_epoch) for factor in getattr(schedule, "lr_lambdas", [])] or [1.0] * len(groups)
+    for group, factor in zip(groups, factors, strict=True):
+        group.update({name: value for name, value in settings.items() if name in group})
+        group["initial_lr"] = args.learning_rate
+        group["lr"] = args.learning_rate * factor
+    if len(groups) == 2:  # transformers' groups: with and without weight decay
+        groups[0]["weight_decay"] = args.weight_decay
+    if hasattr(schedule, "base_lrs"):
+        schedule.base_lrs = [args.learning_rate] * len(groups)
+        schedule._last_lr = [group["lr"] for group in groups]
+
+
 def _last_good(root: Path) -> str:
     found = recover(root)
     for sentence in found.rejected:
         logger.warning(sentence)
     if found.path is None:
         raise InputError(
-            f"resume_from_checkpoint=True, and no checkpoint in {root} is whole", "one", "train() without it"
+            f"resume_from_checkpoint=True, but {root} has no complete checkpoint",
+            "Call train() without it to start from the beginning",
         )
     return str(found.path)
 
 
 def _checked(root: Path, checkpoint: Path) -> str:
-    """A checkpoint that was named: as it is if it is whole, or if it is not one of ours."""
+    """A checkpoint given by path, if it is complete or was not written by troll."""
     if (root / STAGING).exists():
         recover(root)
     wrong = verify(checkpoint)
     if wrong is not None and (checkpoint / MANIFEST).exists():
         good = last_good(root).path
-        hint = f"{good}, which is whole" if good else "another one: none here is whole"
-        raise InputError(f"the checkpoint {checkpoint}, which is damaged: {wrong}", "a whole one", hint)
+        fix = f"Use {good}, which is complete" if good else f"{root} has no complete checkpoint: train from the start"
+        raise InputError(f"the checkpoint {checkpoint} is damaged: {wrong}", fix)
     if wrong is not None:
-        logger.warning(f"{checkpoint} is taken unchecked: {wrong}.")
+        logger.warning(f"{checkpoint} is used unchecked: {wrong}.")
     return str(checkpoint)

@@ -1,8 +1,7 @@
-"""The rollout a trainer is in the middle of, and where it is in the data: saved with a checkpoint, restored from it.
+"""The current rollout and the position in the dataset, saved in a checkpoint as safetensors, one file per process.
 
-TRL makes several updates on a rollout and forgets it on resume: it generates again, and the run is another one; and its
-sampler begins every resumed epoch with the order of the first one. Here both are written next to the model, as
-safetensors, one file per process.
+TRL drops the rollout on resume and generates another one, so the run differs from an uninterrupted one; and its sampler
+starts every resumed epoch with the order of the first.
 """
 
 from __future__ import annotations
@@ -22,23 +21,19 @@ from trl.trainer.utils import RepeatSampler
 
 from troll.errors import InputError
 from troll.policy import PackedPolicy
+from troll.trl.passes import OLD_POLICY
 
-OLD_POLICY = "troll_old_policy"
-BOUND_MEAN = "troll_bound_mean"
-"""Of what the bound of a token is relative to, over the counted tokens of the whole rollout, []."""
-ADVANTAGE_SIZE = "troll_advantage_size"
-"""Mean |A| over the counted tokens of the whole rollout, []."""
 _SAMPLER = "sampler"
 _TENSORS = tuple(f.name for f in fields(PackedPolicy) if f.type == "Tensor")
 
 
 def file_name(process: int) -> str:
-    """Name of the file of one process inside a checkpoint."""
+    """Name of the rollout file of a process in a checkpoint."""
     return f"troll_rollout_{process:05d}.safetensors"
 
 
 class Sampler(torch.utils.data.Sampler[int]):
-    """TRL's sampler, and the state its generator had before the order of the epoch was drawn."""
+    """TRL's sampler, and its generator's state before it drew the order of the epoch."""
 
     def __init__(self, stock: RepeatSampler) -> None:
         self.stock = stock
@@ -53,17 +48,17 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     @property
     def state(self) -> Tensor | None:
-        """Of the generator; None if nothing is shuffled."""
+        """The generator's state; None without shuffling."""
         return self.stock.generator.get_state() if self.stock.shuffle else None
 
     def resume(self, state: Tensor) -> None:
-        """Go on from a saved state."""
+        """Set the generator to a saved state."""
         if self.stock.shuffle:
             self.stock.generator.set_state(state)
 
 
-def save(path: Path, batches: list[dict[str, Any]], facts: dict[str, float], sampler: Tensor | None = None) -> None:
-    """Write the batches of a rollout, ``facts`` that must agree when it is read, and the place of the sampler."""
+def save(path: Path, batches: list[dict[str, Any]], schedule: dict[str, float], sampler: Tensor | None = None) -> None:
+    """Write the batches of a rollout, the ``schedule`` they were made for, and the sampler's state."""
     tensors: dict[str, Tensor] = {} if sampler is None else {_SAMPLER: sampler}
     plain: dict[str, Any] = {}
     for number, batch in enumerate(batches):
@@ -77,18 +72,18 @@ def save(path: Path, batches: list[dict[str, Any]], facts: dict[str, float], sam
                 plain[name] = {"vocab_size": packed.vocab_size, "temperature": packed.temperature}
             else:
                 plain[name] = value
-    about = {"facts": facts, "batches": len(batches), "plain": plain}
-    path.parent.mkdir(parents=True, exist_ok=True)  # another process may not have made it yet
+    about = {"facts": schedule, "batches": len(batches), "plain": plain}
+    path.parent.mkdir(parents=True, exist_ok=True)  # another process may not have created it yet
     save_file(tensors, path, metadata={"troll": json.dumps(about)})
 
 
-def facts(path: Path) -> dict[str, float]:
-    """What ``save`` was told."""
+def schedule(path: Path) -> dict[str, float]:
+    """The schedule that the batches in the file were made for."""
     return dict(_about(path)["facts"])
 
 
 def sampler(path: Path) -> Tensor | None:
-    """The place of the sampler, if it was saved."""
+    """The sampler's state in the file, if any."""
     with _opened(path) as file:
         return file.get_tensor(_SAMPLER) if _SAMPLER in file.keys() else None  # noqa: SIM118, not a dictionary
 
@@ -109,7 +104,7 @@ def load(path: Path, device: torch.device) -> list[dict[str, Any]]:
         number, key = name.split("/")
         if key == OLD_POLICY:
             packed = _packed(parts[name], **value)
-            packed.unpack()  # checks it
+            packed.unpack()  # for its checks
             value = packed.sequences()
         batches[int(number)][key] = value
     return batches
@@ -131,7 +126,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise InputError(
-            f"{path}, which cannot be read ({error})",
-            "the rollout of a checkpoint",
-            "an earlier checkpoint; or deleting this file: the rollout is generated again then",
+            f"the rollout file {path} cannot be read ({error})",
+            "Resume from an earlier checkpoint, or delete this file to generate the rollout again",
         ) from error

@@ -1,8 +1,8 @@
-"""Checkpoints in a folder: written aside, synced, checksummed, then renamed; found again, the newest that is whole.
+"""Checkpoints in a folder: staged, synced, checksummed, then renamed; the last complete one is found again.
 
-``checkpoint-12`` exists only if all of it does. Until then it is ``.staging/checkpoint-12``; what makes it whole is its
-last file, the manifest, with the size and the checksum of every other one. A crash can leave a staged folder, whole or
-not, and never half a checkpoint in its place.
+``checkpoint-12`` exists only when it is complete. Until then it is ``.staging/checkpoint-12``. Its last file is the
+manifest, with the size and the checksum of every other file. A crash can leave a staging folder, complete or not, but
+never a partial checkpoint.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from troll.files import checksum, sync_file, sync_folder, write_atomic
 MANIFEST, STAGING, DELETED = "manifest.json", ".staging", ".deleted"
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
-_THREADS = 4  # while one file is synced, another one is read
+_THREADS = 4  # one file is read while another is synced
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that is whole, if there is one, and why newer ones were passed over."""
+    """The last complete checkpoint, if any, and why newer ones were rejected."""
 
     path: Path | None = None
     step: int = 0
@@ -38,12 +38,12 @@ class Found:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Step → checkpoint, oldest first, whole or not."""
+    """Step → checkpoint, oldest first, complete or not."""
     return dict(sorted((step, path) for step, path in _named(folder)))
 
 
 def stage(folder: Path, step: int) -> Path:
-    """An empty folder for a new checkpoint; what a crash left of others is removed."""
+    """An empty staging folder for a new checkpoint; leftovers of a crash are removed."""
     staging = folder / STAGING
     if staging.exists():
         shutil.rmtree(staging)
@@ -54,7 +54,7 @@ def stage(folder: Path, step: int) -> Path:
 
 
 class Seals:
-    """Syncs and checksums the files of a staged checkpoint, in the background, while others are still written."""
+    """Syncs and checksums the files of a staged checkpoint in the background while others are written."""
 
     def __init__(self, staged: Path) -> None:
         self.staged = staged
@@ -62,17 +62,17 @@ class Seals:
         self._begun: dict[Path, Future[_Seal]] = {}
 
     def begin(self) -> None:
-        """Seal what is there."""
+        """Seal the files written so far."""
         for path in _files(self.staged):
             if path not in self._begun:
                 self._begun[path] = self._pool.submit(_seal, path)
 
-    def give_up(self) -> None:
-        """Of a checkpoint that will not be."""
+    def cancel(self) -> None:
+        """Stop; the checkpoint is abandoned."""
         self._pool.shutdown(cancel_futures=True)
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """Of all files, for the manifest; what was written to after it was sealed is sealed again."""
+        """Manifest entries of all files; files changed since they were sealed are sealed again."""
         self.begin()
         with self._pool:
             seals = {path: self._begun[path].result() for path in _files(self.staged)}
@@ -81,27 +81,27 @@ class Seals:
 
 
 def commit(staged: Path, seals: Seals | None = None) -> Path:
-    """Make a staged folder a checkpoint: sync and checksum its files, write the manifest, rename, read it again.
+    """Turn a staged folder into a checkpoint: sync and checksum its files, write the manifest, rename, verify.
 
-    An older one of the same step makes room. Whatever goes wrong here, every earlier checkpoint is untouched.
+    It replaces a checkpoint of the same step. If anything fails, earlier checkpoints are untouched.
     """
     entries = (seals or Seals(staged)).entries()
     for inner in {path.parent for path in _files(staged)} - {staged}:
         sync_folder(inner)
     manifest = {"format": FORMAT, "step": _step(staged), "files": entries}
-    write_atomic(staged / MANIFEST, _encoded({**manifest, "digest": _digest(manifest)}))  # it syncs the folder
+    write_atomic(staged / MANIFEST, _encoded({**manifest, "digest": _digest(manifest)}))  # also syncs the folder
     published = _publish(staged)
     wrong = verify(published)
     if wrong is not None:
-        raise OSError(f"{published} was written, and read back differs: {wrong}")
+        raise OSError(f"{published} differs when read back: {wrong}")
     return published
 
 
 def rotate(folder: Path, newest: Path, keep: int | None, protected: Path | None = None) -> list[Path]:
-    """Delete checkpoints until ``keep`` are left, the oldest first; returns those that could not be deleted.
+    """Delete all but ``keep`` checkpoints, oldest first; returns those that could not be deleted.
 
-    One of a later step than the newest is of a course that was given up, and goes before all. They are out of the way
-    at once; their bytes are given back in the background.
+    Checkpoints of a later step than ``newest`` belong to an abandoned continuation and are deleted first. The folders
+    are renamed at once and removed in the background.
     """
     if keep is None or keep <= 0:
         return []
@@ -115,22 +115,22 @@ def rotate(folder: Path, newest: Path, keep: int | None, protected: Path | None 
 
 
 def verify(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, in a few words; None if it is as it was written."""
+    """Why a checkpoint is not complete, in a few words; None if it is."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
         given = manifest.pop("digest")
         if manifest["format"] != FORMAT:
-            return f"its {MANIFEST} is of format {manifest['format']}, this is troll for format {FORMAT}"
+            return f"its {MANIFEST} has format {manifest['format']}, this version of troll reads format {FORMAT}"
         if given != _digest(manifest) or manifest["step"] != _step(checkpoint):
             return f"its {MANIFEST} is damaged"
         files = {checkpoint / name: entry for name, entry in manifest["files"].items()}
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: it was not written to the end, or not by troll"
+        return f"it has no {MANIFEST}: it is incomplete, or was not written by troll"
     except OSError as error:
         return f"its {MANIFEST} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"its {MANIFEST} is damaged"
-    for path, entry in files.items():  # what is cheap to see first
+    for path, entry in files.items():  # the cheap check first
         wrong = _wrong_size(path, entry["bytes"])
         if wrong is not None:
             return wrong
@@ -139,20 +139,22 @@ def verify(checkpoint: Path) -> str | None:
 
 
 def last_good(folder: Path) -> Found:
-    """The newest checkpoint that is whole; nothing is changed. One that a crash left staged counts if it is whole."""
+    """The last complete checkpoint, also in the staging folder; changes nothing."""
     rejected: list[str] = []
     candidates = [*_named(folder / STAGING), *_named(folder)]
-    for step, path in sorted(candidates, key=lambda x: x[0], reverse=True):  # of the same step, the staged one is newer
+    for step, path in sorted(
+        candidates, key=lambda x: x[0], reverse=True
+    ):  # a staged one is newer than a checkpoint of the same step
         wrong = verify(path)
         if wrong is None:
             return Found(path, step, rejected)
         if path.parent == folder:
-            rejected.append(f"{path.name} is passed over: {wrong}")
+            rejected.append(f"{path.name} is skipped: {wrong}")
     return Found(None, 0, rejected)
 
 
 def recover(folder: Path) -> Found:
-    """As ``last_good``, and brings a staged one into its place. For the process that goes on with the run."""
+    """As ``last_good``, and rename a staged one into place. For the process that resumes the run."""
     found = last_good(folder)
     if found.path is not None and found.path.parent.name == STAGING:
         found = Found(_publish(found.path), found.step, found.rejected)
@@ -160,7 +162,7 @@ def recover(folder: Path) -> Found:
 
 
 def size(checkpoint: Path) -> int:
-    """Bytes of its files."""
+    """Size of a checkpoint in bytes."""
     return sum(x.stat().st_size for x in _files(checkpoint))
 
 
@@ -175,12 +177,12 @@ def _named(folder: Path) -> Iterator[tuple[int, Path]]:
 def _step(checkpoint: Path) -> int:
     match = _NAME.fullmatch(checkpoint.name)
     if match is None:
-        raise ValueError(f"{checkpoint} is not the name of a checkpoint")
+        raise ValueError(f"{checkpoint} is not named checkpoint-<step>")
     return int(match[1])
 
 
 def _publish(staged: Path) -> Path:
-    """Rename a whole staged folder into its place, and what stood there out of the way."""
+    """Rename a complete staged folder into place; an existing checkpoint of that step is replaced."""
     staging, folder = staged.parent, staged.parent.parent
     place = folder / staged.name
     if place.exists():
@@ -192,11 +194,11 @@ def _publish(staged: Path) -> Path:
 
 
 def _delete(checkpoint: Path) -> bool:
-    """One that is being deleted is no checkpoint any more."""
-    aside = checkpoint.parent / DELETED
+    """Rename a checkpoint out of the way, to be removed later."""
+    deleted = checkpoint.parent / DELETED
     try:
-        aside.mkdir(exist_ok=True)
-        checkpoint.rename(aside / f"{checkpoint.name}.{uuid.uuid4().hex}")
+        deleted.mkdir(exist_ok=True)
+        checkpoint.rename(deleted / f"{checkpoint.name}.{uuid.uuid4().hex}")
     except OSError:
         return False
     return True
@@ -209,14 +211,14 @@ class _Seal:
 
 
 def _seal(path: Path) -> _Seal:
-    """A file's entry in the manifest, as soon as its bytes are on the disk."""
+    """Sync a file and return its manifest entry."""
     stamp = _stamp(path)
     sync_file(path)
     return _Seal(stamp, {"bytes": path.stat().st_size, "xxh3_128": checksum(path)})
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Changes whenever the file does."""
+    """Size and time of modification, which change whenever the file does."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
@@ -238,7 +240,7 @@ def _wrong_bytes(path: Path, expected: str) -> str | None:
         actual = checksum(path)
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    return None if actual == expected else f"{path.name} is damaged: it is not what was written"
+    return None if actual == expected else f"{path.name} is damaged: its checksum differs"
 
 
 def _digest(manifest: dict[str, Any]) -> str:

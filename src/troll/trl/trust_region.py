@@ -1,0 +1,281 @@
+"""The trust region of a run: ε of every token, α, and how they change during training.
+
+``kl_bound_schedule`` and ``regression_coef_schedule`` are one line each, a kind and its values:
+
+===================================  ==================================================================================
+``geometric end=0.01 rollouts=50``   ε goes from ``kl_bound`` to ``end`` by the same factor per rollout
+``linear end=0.01 rollouts=50``      the same, by the same difference
+``projected target=0.03``            ε starts at ``kl_bound`` and keeps the projected fraction of tokens at ``target``
+``network target=0.1``               ε starts at ``kl_bound`` and keeps the network's own mean KL at ``target``
+``entropy max=1.0``                  ε of a token grows with its entropy; ``kl_bound`` is the mean, ``max`` a cap
+``sequence limit=2.0``               the sum over a completion stays below ``limit``, each token below ``kl_bound``;
+                                     ``by_prefix=true`` divides it among ``max_completion_length`` tokens
+===================================  ==================================================================================
+
+For α there is ``projected target=0.05``: α starts at ``regression_coef`` and grows, up to ten times, while more than
+``target`` of the tokens are outside of the bound. docs/bounds.md says when to use which.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from troll.errors import InputError, suggestion
+from troll.objective.bound_controllers import NetworkKLBound, ProjectedShareBound, RegressionController
+from troll.objective.bounds import Adaptive, Bound, EntropyBound, FixedBound, Measured, ScheduledBound, SequenceBound
+from troll.policy import PackedPolicy
+from troll.trl.robust.renamed_settings import schedule_text
+
+logger = get_logger(__name__)
+
+
+class _Kind(NamedTuple):
+    """The values a kind of schedule takes: name → an example."""
+
+    required: dict[str, float]
+    optional: dict[str, float | bool] = {}  # noqa: RUF012, never changed
+
+
+BOUND_SCHEDULES = {
+    "geometric": _Kind({"end": 0.01, "rollouts": 50}),
+    "linear": _Kind({"end": 0.01, "rollouts": 50}),
+    "projected": _Kind({"target": 0.03}),
+    "network": _Kind({"target": 0.1}),
+    "entropy": _Kind({}, {"max": 1.0}),
+    "sequence": _Kind({"limit": 2.0}, {"by_prefix": True}),
+}
+"""Kinds of ``kl_bound_schedule``."""
+REGRESSION_SCHEDULES = {"projected": _Kind({"target": 0.05})}
+"""Kinds of ``regression_coef_schedule``."""
+
+# ---------------------------------------------------------------------- schedules as settings
+
+
+def parse_schedule(field: str, value: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A schedule as a dictionary, with its ``kind``; from one line, JSON or a dictionary.
+
+    >>> parse_schedule("kl_bound_schedule", "geometric end=0.01 rollouts=50")
+    {'kind': 'geometric', 'end': 0.01, 'rollouts': 50}
+    """
+    kinds = BOUND_SCHEDULES if field == "kl_bound_schedule" else REGRESSION_SCHEDULES
+    if value is None:
+        return None
+    given = dict(value) if isinstance(value, Mapping) else _words(field, value)
+    kind = given.pop("kind", None)
+    if kind not in kinds:
+        near = suggestion(kind, kinds)
+        fix = f"Did you mean {near!r}?" if near else f"For example {_example(next(iter(kinds)), kinds)!r}"
+        raise InputError(f"{field} must be of kind {' or '.join(kinds)}, got {kind!r}", fix)
+    required, optional = kinds[kind]
+    for name in given:
+        if name not in required and name not in optional:
+            takes = ", ".join([*required, *(f"{x} (optional)" for x in optional)])
+            near = suggestion(name, [*required, *optional])
+            fix = f"Did you mean {near!r}?" if near else f"For example {_example(kind, kinds)!r}"
+            raise InputError(f"{field} {kind!r} takes {takes}, got {name}={given[name]}", fix)
+    missing = [name for name in required if given.get(name) is None]
+    if missing:
+        raise InputError(f"{field} {kind!r} needs {' and '.join(missing)}", f"For example {_example(kind, kinds)!r}")
+    values = {name: given[name] for name in (*required, *optional) if given.get(name) is not None}
+    return {"kind": kind, **{name: _value(field, name, x) for name, x in values.items()}}
+
+
+def canonical_schedule(field: str, value: str | Mapping[str, Any] | None) -> str | None:
+    """A schedule in one line, in one spelling."""
+    parsed = parse_schedule(field, value)
+    return None if parsed is None else schedule_text(parsed.pop("kind"), parsed)
+
+
+def _words(field: str, text: str) -> dict[str, Any]:
+    if not isinstance(text, str):
+        raise InputError(
+            f"{field} must be a string or a dictionary, got {text!r}", "For example 'geometric end=0.01 rollouts=50'"
+        )
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except ValueError as error:
+            raise InputError(f"{field} is not valid JSON ({error}): {text}", "Write 'kind name=value'") from None
+    kind, *values = text.split() or [""]
+    parsed: dict[str, Any] = {"kind": kind}
+    for word in values:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise InputError(f"{field} must be a kind and name=value, got {word!r} in {text!r}", f"Write {word}=…")
+        parsed[name] = value
+    return parsed
+
+
+def _value(field: str, name: str, value: Any) -> float | int | bool:
+    if name == "by_prefix":
+        if str(value).lower() not in ("true", "false"):
+            raise InputError(f"by_prefix of {field} must be true or false, got {value!r}", "The default is false")
+        return str(value).lower() == "true"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} of {field} must be a number, got {value!r}", f"Write {name}=0.05") from None
+    if name != "rollouts":
+        return number
+    if number != int(number):
+        raise InputError(f"rollouts of {field} must be a whole number, got {value}", "Write rollouts=50")
+    return int(number)
+
+
+def _example(kind: str, kinds: Mapping[str, _Kind]) -> str:
+    return schedule_text(kind, kinds[kind].required)
+
+
+def make_bound(args: Any) -> Bound:
+    """ε of a ``TROLLConfig``."""
+    schedule = parse_schedule("kl_bound_schedule", args.kl_bound_schedule)
+    if schedule is None:
+        return FixedBound(args.kl_bound)
+    kind, start = schedule["kind"], args.kl_bound
+    if kind in ("geometric", "linear"):
+        return ScheduledBound(start, schedule["end"], schedule["rollouts"], kind)
+    if kind == "projected":
+        return ProjectedShareBound(start, schedule["target"])
+    if kind == "network":
+        return NetworkKLBound(start, schedule["target"])
+    if kind == "entropy":
+        return EntropyBound(start, highest=schedule.get("max"))
+    length = args.max_completion_length if schedule.get("by_prefix") else None
+    return SequenceBound(schedule["limit"], start, length)
+
+
+def make_regression(args: Any) -> RegressionController | None:
+    """The controller of α; None if α is constant."""
+    schedule = parse_schedule("regression_coef_schedule", args.regression_coef_schedule)
+    return None if schedule is None else RegressionController(args.regression_coef, schedule["target"])
+
+
+def check_schedules(args: Any) -> None:
+    """Bring both schedules of a ``TROLLConfig`` into one spelling; refuse settings that contradict each other."""
+    for field in ("kl_bound_schedule", "regression_coef_schedule"):
+        setattr(args, field, canonical_schedule(field, getattr(args, field)))
+    bound = parse_schedule("kl_bound_schedule", args.kl_bound_schedule) or {"kind": "fixed"}
+    name = _first_set(args)
+    if name is not None and args.trust_region != "troll":
+        raise InputError(
+            f"{name} needs trust_region='troll', got trust_region={args.trust_region!r}", "Leave one of them out"
+        )
+    controlled = bound["kind"] in ("projected", "network") or args.regression_coef_schedule is not None
+    if controlled and not (args.updates_per_generation and args.updates_per_generation > 1):
+        raise InputError(
+            f"{name} needs at least 2 updates per rollout, got updates_per_generation={args.updates_per_generation}: "
+            "in the first, the network is the old policy and there is nothing to measure",
+            "The default is updates_per_generation=8",
+        )
+    if bound["kind"] == "projected" and args.regression_coef_schedule is not None:
+        raise InputError(
+            f"kl_bound_schedule={args.kl_bound_schedule!r} and "
+            f"regression_coef_schedule={args.regression_coef_schedule!r} both control the projected fraction",
+            "Leave one of them out, or use kl_bound_schedule='network target=0.1'",
+        )
+    if bound.get("by_prefix") and not args.max_completion_length:
+        raise InputError("by_prefix=true needs max_completion_length", "For example max_completion_length=256")
+    try:
+        make_bound(args)
+        make_regression(args)
+    except InputError as error:
+        raise InputError(
+            f"{error.problem} ({name or 'kl_bound'} with kl_bound={args.kl_bound}, "
+            f"regression_coef={args.regression_coef})",
+            error.fix,
+        ) from None
+
+
+def _first_set(args: Any) -> str | None:
+    for field in ("kl_bound_schedule", "regression_coef_schedule"):
+        if getattr(args, field) is not None:
+            return f"{field}={getattr(args, field)!r}"
+    return "scale_regression=True" if args.scale_regression else None
+
+
+# ---------------------------------------------------------------------- the state during a run
+
+
+class TrustRegionState:
+    """ε and α of a run. All processes observe the same numbers, so they have the same state."""
+
+    def __init__(self, args: Any) -> None:
+        self._args, self._bound = args, make_bound(args)
+        self.regression = make_regression(args)
+        adaptive: dict[str, Adaptive | None] = {
+            "kl_bound": None if isinstance(self._bound, FixedBound) else self._bound,
+            "regression_coef": self.regression,
+        }
+        self._adaptive = {name: x for name, x in adaptive.items() if x is not None}
+
+    @property
+    def bound(self) -> Bound:
+        """ε; a fixed one is read from the arguments each time, so that a callback may change it."""
+        return FixedBound(self._args.kl_bound) if isinstance(self._bound, FixedBound) else self._bound
+
+    @property
+    def regression_coef(self) -> float:
+        """α; a fixed one is read from the arguments each time."""
+        value: float = self._args.regression_coef if self.regression is None else self.regression.now
+        return value
+
+    @property
+    def now(self) -> dict[str, float]:
+        """Present values of what changes during the run; empty if nothing does."""
+        return {name: x.now for name, x in self._adaptive.items()}
+
+    def begin_rollout(self) -> None:
+        """A new rollout begins."""
+        for x in self._adaptive.values():
+            x.begin_rollout()
+
+    def observe(self, passes: list[Measured]) -> None:
+        """Take the measurements of an update, one per forward pass."""
+        for x in self._adaptive.values():
+            x.observe(Measured.of(passes))
+
+    def sums(self, policies: list[PackedPolicy], loss_mask: Tensor) -> Tensor | None:
+        """[2] sum over the counted tokens of the quantity whose mean the bound needs, and their number; None if none.
+
+        One sequence at a time, to save memory.
+        """
+        total: Tensor | None = None
+        for packed, counted in zip(policies, loss_mask, strict=True):
+            values = self.bound.of_token(packed.unpack(check=False))
+            if values is None:
+                return None
+            part = torch.stack([torch.where(counted, values, 0.0).sum(), counted.sum().to(values.dtype)])
+            total = part if total is None else total + part
+        return total
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint, as JSON."""
+        return {
+            name: {"kind": type(x).__name__, "settings": x.settings, "state": x.state_dict()}
+            for name, x in self._adaptive.items()
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a saved state; what has other settings now, or was not saved, starts again."""
+        for name, x in self._adaptive.items():
+            part = saved.get(name) or {}
+            kind = _FORMER_KINDS.get(part.get("kind", ""), part.get("kind"))
+            if part.get("settings") == x.settings and kind == type(x).__name__:
+                x.load_state_dict(part["state"])
+            else:
+                logger.warning(f"{name} starts again at {x.now:g}: the checkpoint has no state for its settings.")
+
+
+_FORMER_KINDS = {
+    "Schedule": "ScheduledBound",
+    "HoldProjected": "ProjectedShareBound",
+    "HoldNetworkKL": "NetworkKLBound",
+    "SequenceBudget": "SequenceBound",
+}
+"""Class names in checkpoints of troll 0.1.0."""
