@@ -1,4 +1,4 @@
-"""Gather the runs of train.py into results.json and draw them: draw.py [RUN.json …] (none: draw what is gathered)."""
+"""Collect runs of train.py in results.json and draw them: draw.py [RUN.json …]; without files, draw results.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEPT = ("reward", "kl_before/mean", "sequence_kl_before", "entropy", "kept_mass/
 
 
 def gather(files: list[str]) -> None:
-    """Keep of each run what the figure and the table need."""
+    """Store the columns of each run that the figure and the table need."""
     runs = []
     for run in sorted((json.loads(Path(file).read_text()) for file in files), key=lambda r: (r["arm"], r["seed"])):
         rows = run.pop("rows")

@@ -2,8 +2,8 @@
 
     python experiments/arithmetic/train.py --model DIR --gguf FILE --arm bucket --seed 0 --output bucket-0.json
 
-A plain training loop. Every rollout is used for 32 updates (4 passes over 8 mini-batches), so that the trust region has
-something to do. Arms: ``floor`` and ``bucket`` (TROLL with either tail), ``clip`` (±0.2), ``none`` (no trust region).
+A plain training loop. Every rollout is used for 32 updates (4 passes over 8 mini-batches), a stress test of
+the trust region. Arms: ``floor`` and ``bucket`` (TROLL with either tail), ``clip`` (±0.2), ``none`` (no trust region).
 Needs transformers, and for GGUF files gguf and accelerate.
 """
 
@@ -91,7 +91,7 @@ def step(arm: str, logits: Tensor, rollout: Rollout, old: troll.SparsePolicy, ro
     if arm == "floor":
         return troll.troll_loss(proposal, old, advantages, mask, kl_bound=KL_BOUND, tail="floor")
     loss = {"clip": troll.clip_loss, "none": troll.unconstrained_loss}[arm]
-    return loss(proposal, old, advantages, mask)
+    return loss(proposal, old, advantages, mask, tail="floor")
 
 
 def main() -> None:

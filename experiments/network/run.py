@@ -1,14 +1,13 @@
-"""How far does the network itself go between two rollouts, and how hard is the projection's equation on the way?
+"""How far does the network itself move between two rollouts, and how well does the projection's solver converge?
 
-The trust region bounds the projected policy; the network is only pulled towards it. So after all updates on a rollout
-the token KL between the network now and the network that made the rollout is measured over the whole vocabulary, for
-TROLL, PPO's clip and no trust region. On every update, the tokens that were projected say how their equation was
-solved.
+The trust region bounds the projected policy; the network is only pulled towards it. After all updates on a rollout, this
+measures the token KL between the network and the network that made the rollout over the whole vocabulary, for TROLL,
+PPO's clip and no trust region. On every update it measures the convergence of the solver on the projected tokens.
 
     python experiments/network/run.py --model DIR_OR_HUB_NAME --task sorting --arm troll --seed 0
 
-A plain training loop in fp32; the tasks are those of ``experiments/studies``, and so is the place of the results: a run
-is a line in network.jsonl, of which ``experiments/studies/analyse.py`` makes a table.
+A plain training loop in fp32 on the tasks of ``experiments/studies``. A run is a line in its ``results/network.jsonl``, from
+which ``experiments/studies/analyse.py`` writes tables.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LOSSES = {"troll": troll.troll_loss, "clip": troll.clip_loss, "none": troll.unco
 
 
 class Rollout:
-    """Sampled completions, their rewards, and what the policy that sampled them said about every token."""
+    """Sampled completions and their rewards."""
 
     def __init__(self, model: Any, tokenizer: Any, task: dict[str, Any], rows: list[Any], samples: int) -> None:
         rows = [row for row in rows for _ in range(samples)]
@@ -74,12 +73,12 @@ class Rollout:
         return out.logits[:, :-1].float()
 
     def parts(self, size: int) -> Iterator[Tensor]:
-        """All rows in order, some at a time."""
+        """All rows in order, in chunks."""
         yield from torch.arange(len(self.ids), device=self.ids.device).split(size)
 
 
 def solved(updates: list[Conditioning]) -> dict[str, float]:
-    """How the equation of the projected tokens was solved, over the updates on a rollout."""
+    """Convergence of the solver on the projected tokens, over the updates on a rollout."""
 
     def all_of(name: str) -> Tensor:
         return torch.cat([getattr(update, name) for update in updates]).double()
@@ -124,7 +123,7 @@ def quantiles(x: Tensor, name: str) -> dict[str, float]:
 
 
 def kept(before: Tensor, rollout: Rollout) -> dict[str, float]:
-    """How much probability the most probable tokens hold, and how often the sampled one is among them."""
+    """Probability of the most probable tokens, and how often the sampled one is among them."""
     found = {}
     ordered = before[rollout.counted].softmax(-1).sort(-1, descending=True)
     sampled = rollout.sampled[rollout.counted].unsqueeze(-1)
@@ -138,7 +137,7 @@ def kept(before: Tensor, rollout: Rollout) -> dict[str, float]:
 
 
 def train(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train one arm; what was measured on each rollout."""
+    """Train one arm and return the measurements of each rollout."""
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     rng = random.Random(args.seed)

@@ -43,7 +43,7 @@ KL_BOUND = 0.05
 
 
 def measure(logits: Tensor, old_logits: Tensor, sampled: Tensor) -> dict[str, Any]:
-    """Mean KL and the share of tokens outside the trust region, over the whole vocabulary and per support and tail."""
+    """Mean KL and the fraction of tokens outside the trust region, over the whole vocabulary and per support and tail."""
     dense = troll.token_kl(logits.log_softmax(-1), old_logits.log_softmax(-1))
     row: dict[str, Any] = {"dense": summary(dense, dense)}
     for support in SUPPORTS:
@@ -103,7 +103,7 @@ def main() -> None:
     for update in range(1, args.updates + 1):
         began = time.perf_counter()
         loss, _ = troll.unconstrained_loss(
-            troll.sparsify(score(), sampled, loss_mask=counted), old, advantages, counted
+            troll.sparsify(score(), sampled, loss_mask=counted), old, advantages, counted, tail="floor"
         )
         optimizer.zero_grad()
         loss.backward()
