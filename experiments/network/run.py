@@ -1,7 +1,7 @@
 """How far does the network itself move between two rollouts, and how well does the projection's solver converge?
 
 The trust region bounds the projected policy; the network is only pulled towards it. After all updates on a rollout,
-this measures the token KL between the network and the network that made the rollout over the whole vocabulary, for TROLL,
+this measures the token KL between the network and the one that made the rollout over the whole vocabulary, for TROLL,
 PPO's clip and no trust region. On every update it measures the convergence of the solver on the projected tokens.
 
     python experiments/network/run.py --model DIR_OR_HUB_NAME --task sorting --arm troll --seed 0

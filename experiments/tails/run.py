@@ -43,7 +43,7 @@ KL_BOUND = 0.05
 
 
 def measure(logits: Tensor, old_logits: Tensor, sampled: Tensor) -> dict[str, Any]:
-    """Mean KL and the fraction of tokens outside the trust region, with the full vocabulary and per support and tail."""
+    """Mean KL and the fraction of tokens outside the trust region, with all tokens and per support and tail."""
     dense = troll.token_kl(logits.log_softmax(-1), old_logits.log_softmax(-1))
     row: dict[str, Any] = {"dense": summary(dense, dense)}
     for support in SUPPORTS:
