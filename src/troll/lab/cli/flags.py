@@ -1,4 +1,4 @@
-"""The flags of ``troll train``: the run's own, TROLL's and all of TRL's; on the command line or in a YAML file."""
+"""The flags of ``troll train``: those of the run, of TROLL and of TRL, from the command line and from a YAML file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from troll.lab.runs.formatting import one_line
 from troll.lab.training.settings import DEFAULT_MODEL, RunSettings
 from troll.trl import TROLLConfig
 
-SHOWN = {  # what --help shows
-    "what to run": (*(field.name for field in dataclasses.fields(RunSettings)), "allow_changes"),
-    "the trust region": (
+SHOWN = {  # in --help
+    "run": (*(field.name for field in dataclasses.fields(RunSettings)), "allow_changes"),
+    "trust region": (
         *("trust_region", "kl_bound", "regression_coef", "max_support", "tail", "advantage_estimator", "measure_kl"),
     ),
     "training, as in TRL": (
@@ -31,12 +31,12 @@ SHOWN = {  # what --help shows
         *("per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length", "temperature"),
         *("eval_steps", "save_steps", "report_to", "run_name", "seed", "bf16", "use_peft", "use_vllm"),
     ),
-    "more": ("config", "help", "help_all"),
+    "other": ("config", "help", "help_all"),
 }
-_OWN = ("config", "resume", "dry_run", "run_name", "output_dir", "allow_changes")  # not part of what a run is
+_NOT_STORED = ("config", "resume", "dry_run", "run_name", "output_dir", "allow_changes")
 _FILES = ("data", "eval_data", "task", "model")  # flags that may be a file or a folder
 
-_INSTEAD = {  # flags of TRL that would do nothing here
+_REPLACED = {  # flags of TRL that have no effect here
     "model_name_or_path": "--model",
     "output_dir": "--runs_dir and --run_name",
     "resume_from_checkpoint": "--resume",
@@ -44,26 +44,26 @@ _INSTEAD = {  # flags of TRL that would do nothing here
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """The description as it is written, and the default of every flag that has one."""
+    """Keeps the formatting of the description and shows defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        told = action.default is not None and action.default is not False and action.default != []
-        return f"{action.help} (default: %(default)s)" if told else str(action.help)
+        shown = action.default is not None and action.default is not False and action.default != []
+        return f"{action.help} (default: %(default)s)" if shown else str(action.help)
 
 
 _STYLE: dict[str, Any] = {"formatter_class": _Help, "allow_abbrev": False, "add_help": False}
 
 
 class _Parser(HfArgumentParser):
-    """Raises what argparse would print."""
+    """A parser that raises ``InputError``."""
 
     def error(self, message: str) -> NoReturn:
-        """One sentence."""
-        raise InputError(f"flags that cannot be used ({message})", "flags of this command", f"{self.prog} --help")
+        """Raise instead of exiting."""
+        raise InputError(f"{self.prog}: {message}", f"See {self.prog} --help")
 
 
 class Flags:
-    """What was said on the command line and in the YAML file it names."""
+    """The flags of a command line and of the YAML file it names. The command line overrides the file."""
 
     def __init__(self, argv: Sequence[str], prog: str = "troll train", description: str = "", extra: Any = ()) -> None:
         self.parser = _Parser(
@@ -73,7 +73,7 @@ class Flags:
             description=description,
             **_STYLE,
         )
-        self.parser.add_argument("--config", help="A YAML file of flags; those on the command line go before it.")
+        self.parser.add_argument("--config", help="A YAML file of flags. Flags on the command line override the file.")
         self.parser.add_argument("-h", "--help", action="store_true", help="Show the flags that matter most.")
         self.parser.add_argument("--help_all", "--help-all", action="store_true", help="Show all flags, TRL's too.")
         self._extra = {prog.split()[-1]: tuple(f.name for kind in extra for f in dataclasses.fields(kind))}
@@ -87,24 +87,24 @@ class Flags:
         self._show_all = first.help_all
         if first.config is not None:
             self._tokens = [*self._from_file(Path(first.config)), *self._tokens]
-        self.said = self._heads()
-        for name in sorted(self.said & _INSTEAD.keys()):
-            raise InputError(f"--{name}, which has no effect here", "another flag for the same", _INSTEAD[name])
+        self.given = self._heads()
+        for name in sorted(self.given & _REPLACED.keys()):
+            raise InputError(f"--{name} has no effect here", f"Use {_REPLACED[name]}")
 
     def over(self, path: Path) -> Flags:
-        """These flags, and those of a YAML file for what they do not say."""
+        """These flags on top of those of a YAML file."""
         both = copy.copy(self)
         both._tokens = [*self._from_file(path), *self._tokens]
-        both.said = both._heads()
+        both.given = both._heads()
         return both
 
     def _heads(self) -> set[str]:
-        """Names of the flags that were said."""
+        """The names of the given flags."""
         heads = {token.split("=")[0] for token in self._tokens}
         return {action.dest for action in self.parser._actions if heads & set(action.option_strings)}
 
     def run(self) -> RunSettings:
-        """The part that says what to run."""
+        """The flags of the run."""
         settings: RunSettings = self._make(RunSettings, self._parse(self._tokens))
         return settings
 
@@ -113,11 +113,11 @@ class Flags:
         return self._make(kind, self._parse(self._tokens))
 
     def value(self, name: str, default: Any) -> Any:
-        """Of one flag, if it was given."""
-        return getattr(self._parse(self._tokens), name) if name in self.said else default
+        """The value of a flag, or ``default`` if it was not given."""
+        return getattr(self._parse(self._tokens), name) if name in self.given else default
 
     def configs(self, defaults: dict[str, Any], output_dir: str) -> tuple[TROLLConfig, ModelConfig]:
-        """The settings of TROLL and TRL, and of the model, with these defaults for what was not said."""
+        """The configs of TROLL (with TRL's arguments) and of the model, with these defaults."""
         self._defaults = dict(defaults)
         self.parser.set_defaults(**defaults)
         namespace = self._parse(self._tokens)
@@ -125,21 +125,21 @@ class Flags:
         return self._make(TROLLConfig, namespace), self._make(ModelConfig, namespace)
 
     def resolved(self) -> dict[str, Any]:
-        """Every flag that was said, or has another default here than in TRL or TROLL, for ``config.yaml``."""
+        """The given flags and those whose default differs from TRL's or TROLL's, for ``config.yaml``."""
         values = vars(self._parse(self._tokens))
-        decided = self.said | self._defaults.keys() | {name for name in values if values[name] != self._stock[name]}
+        decided = self.given | self._defaults.keys() | {name for name in values if values[name] != self._stock[name]}
         return {name: value for name, value in self.values().items() if name in decided}
 
     def values(self) -> dict[str, Any]:
-        """Every flag that is part of what a run is, as YAML takes it."""
+        """All flags that define a run, as YAML values."""
         values = vars(self._parse(self._tokens))
-        return anchored({name: _plain(value) for name, value in values.items() if name not in _OWN})
+        return anchored({name: _plain(value) for name, value in values.items() if name not in _NOT_STORED})
 
     def help(self, defaults: dict[str, Any]) -> str:
-        """The flags that matter most, with these defaults; or all."""
+        """The help text: the main flags, or all flags, with these defaults."""
+        self.parser.set_defaults(**defaults)
         if self._show_all:
             return str(self.parser.format_help())
-        self.parser.set_defaults(**defaults)
         short = _Parser([], usage=self.parser.usage, description=self.parser.description, **_STYLE)
         for title, names in (self._extra | SHOWN).items():
             if not names:
@@ -170,48 +170,44 @@ class Flags:
             return kind(**{name: value for name, value in vars(namespace).items() if name in names})
         except InputError:
             raise
-        except (ValueError, TypeError, ImportError) as error:  # TRL's own checks
-            sentence = one_line(str(error))
-            raise InputError(f"settings that TRL refuses ({sentence})", "others", "changing what it names") from error
+        except (ValueError, TypeError, ImportError) as error:  # raised by TRL
+            raise InputError(f"TRL rejected the configuration: {one_line(str(error))}", "Change these flags") from error
 
     def _from_file(self, path: Path) -> list[str]:
-        """A YAML file as flags, so that they are checked as flags are."""
-        expected = "a YAML file with one flag per line, such as 'kl_bound: 0.02'"
+        """The flags of a YAML file as tokens of a command line, so that they are checked in the same way."""
+        example = "Write one flag per line, such as 'kl_bound: 0.02'"
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise InputError(
-                f"--config {path}, which cannot be read ({error.strerror})", expected, "its path"
-            ) from None
+            raise InputError(f"Cannot read --config {path}: {error.strerror}", "Check the path") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            sentence = one_line(str(error))
-            raise InputError(f"--config {path}, which is not YAML ({sentence})", expected, "correcting it") from None
+            raise InputError(f"--config {path} is not valid YAML: {one_line(str(error))}", example) from None
         if not isinstance(values, dict):
-            raise InputError(f"--config {path} with a {type(values).__name__} in it", expected, "'flag: value' lines")
+            raise InputError(f"--config {path} contains a {type(values).__name__}, not flags", example)
         tokens = []
         for key, value in values.items():
             name = str(key).replace("-", "_")
             if name not in self._actions or name == "config":
                 self._unknown(f"--{key}", f"in {path}")
-            said = _as_tokens(self._actions[name], value)
+            flag = _as_tokens(self._actions[name], value)
             try:
-                self._parse(said)
+                self._parse(flag)
             except InputError as error:
                 raise InputError(
-                    f"--config {path}, where {key} is {value!r}", _wanted(self._actions[name]), error.hint
+                    f"--config {path}: {key} must be {_wanted(self._actions[name])}, got {value!r}", error.fix
                 ) from error
-            tokens += said
+            tokens += flag
         return tokens
 
     def _unknown(self, flag: str, where: str) -> NoReturn:
         names = [x for action in self.parser._actions for x in action.option_strings if x.startswith("--")]
         close = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=2)
-        hint = " or ".join(close) if close else f"{self.parser.prog} --help_all"
-        raise InputError(f"the unknown flag {flag} {where}", "a flag of this command or of TRL's GRPOConfig", hint)
+        fix = f"Did you mean {' or '.join(close)}?" if close else f"{self.parser.prog} --help_all lists all flags"
+        raise InputError(f"Unknown flag {flag} {where}", fix)
 
 
 def anchored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same flags, whichever folder they are read in: files and models that exist here by their full path."""
+    """The flags with absolute paths for existing files and models, so that they hold in any working directory."""
 
     def full(name: str, text: Any) -> Any:
         if not isinstance(text, str) or text == DEFAULT_MODEL or (name == "task" and not text.endswith(".py")):
@@ -223,12 +219,12 @@ def anchored(values: Mapping[str, Any]) -> dict[str, Any]:
         place, colon, function = text.rpartition(":")
         return f"{full('reward', place)}{colon}{function}"
 
-    found = {name: full(name, value) if name in _FILES else value for name, value in values.items()}
-    return found | {name: [reward(x) for x in found[name]] for name in ("reward",) if found.get(name)}
+    absolute = {name: full(name, value) if name in _FILES else value for name, value in values.items()}
+    return absolute | {name: [reward(x) for x in absolute[name]] for name in ("reward",) if absolute.get(name)}
 
 
 def _as_tokens(action: argparse.Action, value: Any) -> list[str]:
-    """A value of a YAML file as it is written on a command line."""
+    """A value of a YAML file as tokens of a command line."""
     flag = f"--{action.dest}"
     if value is None or value == []:
         return []
@@ -241,15 +237,15 @@ def _as_tokens(action: argparse.Action, value: Any) -> list[str]:
 
 
 def _wanted(action: argparse.Action) -> str:
-    """What a flag takes."""
+    """The values that a flag accepts."""
     if action.choices:
         return " or ".join(map(str, action.choices))
-    kinds = {string_to_bool: "true or false", int: "a whole number", float: "a number"}
+    kinds = {string_to_bool: "true or false", int: "an integer", float: "a number"}
     return ("a list: " if action.nargs == "+" else "") + kinds.get(action.type, "text")
 
 
 def _plain(value: Any) -> Any:
-    """As YAML writes it."""
+    """The value as plain YAML types."""
     if isinstance(value, (list, tuple)):
         return [_plain(x) for x in value]
     if isinstance(value, dict):

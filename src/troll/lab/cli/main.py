@@ -1,27 +1,34 @@
-"""Which command was asked for, and what becomes of errors: one sentence, and an exit code other than 0."""
+"""The entry point of ``troll``: dispatch to a command, and errors as one line on stderr with a non-zero exit code.
+
+The parser and the lookup of run folders that the commands share are here too. Commands are imported when they are run.
+"""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-from troll.errors import InputError
+from troll.errors import InputError, suggestion
+from troll.lab.runs import check_run_name
+from troll.lab.runs.folder import ABOUT, COMPARISON
 from troll.lab.runs.formatting import one_line
 
 COMMANDS = {
     "train": "fine-tune a model on a task with verifiable rewards",
-    "compare": "train under several trust regions with the same seeds and budget, and say what differs",
+    "compare": "train with several trust regions on the same seeds and budget, and compare them",
     "eval": "pass@1, pass@k and majority vote on held-out problems, before and after training",
-    "runs": "list runs and comparisons with their state, and say how to go on with them",
-    "explain": "say what happened in a run, what is wrong with it, and what to change",
-    "report": "draw a run or a comparison: one HTML file, and figures for papers",
-    "doctor": "what is installed, what is in use and why, and what to do",
+    "runs": "list runs and comparisons, their status and how to resume them",
+    "explain": "explain what happened in a run, and which settings to change",
+    "report": "write an HTML report of a run or a comparison, with figures",
+    "doctor": "check the installation: packages, GPU, kernels, sandbox, default model",
 }
-MODULES = {"eval": "evaluate"}
-_OF_THE_DISK = (
+_MODULES = {"eval": "evaluate", "explain": "report"}
+_DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.EPERM, errno.ESTALE),
 )
 
@@ -32,24 +39,22 @@ Reinforcement learning of language models with a trust region in place of PPO's 
 
 {commands}
 
-Begin with
+Examples
 
-  troll train                          a real model on a CPU, in minutes: no flags, no network
-  troll report runs/arithmetic-troll   what the trust region did, in pictures
-  troll explain arithmetic-troll       the same in words, and what to change next
-  troll runs                           what there is, and how to go on with it
-  troll compare --arms troll clip      against clipping, with three seeds
+  troll train                          train SmolLM2-135M on a CPU in minutes, without flags or network
+  troll explain arithmetic-troll       what happened in this run, and what to change
+  troll compare --arms troll clip      TROLL against PPO's clip, three seeds each
 
-`troll COMMAND --help` says more.
+`troll COMMAND --help` shows the flags of a command, with examples.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0 if it did what was asked, 2 if it was asked for something that cannot be."""
+    """Run a command and return its exit code: 0 for success, 2 for invalid input, 130 after Ctrl-C."""
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that has no arrow gets a question mark
+            stream.reconfigure(errors="replace")  # for terminals without Unicode
     try:
         if command in ("-h", "--help", "help"):
             print(HELP.format(commands="\n".join(f"  {name:9}{what}" for name, what in COMMANDS.items())), end="")
@@ -59,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(f"troll {__version__}")
             return 0
-        return int(_module(command).run(rest))
+        return int(_function(command, "run")(rest))
     except InputError as error:
         print(f"troll: {one_line(str(error))}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("troll"):
             raise
-        print(f"troll: {error.name} is missing; try: pip install 'troll-rl[train]'", file=sys.stderr)
+        print(f"troll: the package {error.name} is missing. Run: pip install 'troll-rl[train]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("troll: stopped", file=sys.stderr)
@@ -74,25 +79,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except OSError as error:
-        if error.errno not in _OF_THE_DISK:
+        if error.errno not in _DISK_ERRORS:
             raise
         what = error.filename or "a file"
         print(
-            f"troll: {one_line(str(what))} cannot be written or read ({error.strerror}); what was saved before is as "
-            "it was; mend that, then go on (`troll runs` says with what)",
+            f"troll: cannot read or write {one_line(str(what))}: {error.strerror}. Saved checkpoints are intact. "
+            "Fix this, then resume; `troll runs` shows the command.",
             file=sys.stderr,
         )
         return 2
 
 
 def check_command(argv: Sequence[str]) -> None:
-    """Raise if a command line names a command or flag that does not exist, or a value that cannot be. Runs nothing."""
+    """Raise if a command line has an unknown command or flag, or an invalid value. Nothing is run."""
     command, *rest = argv
     if command not in ("--help", "--version", "help"):
-        _module(command).check(rest)
+        _function(command, "check")(rest)
 
 
-def _module(command: str) -> ModuleType:
+def _function(command: str, name: str) -> Callable[[Sequence[str]], Any]:
+    """``run`` or ``check`` of a command; ``run_explain`` where a module has several commands."""
     if command not in COMMANDS:
-        raise InputError(f"the command {command!r}", " or ".join(COMMANDS), "troll --help")
-    return importlib.import_module(f"troll.lab.cli.{MODULES.get(command, command)}")
+        near = suggestion(command, COMMANDS)
+        fix = f"Did you mean `troll {near}`?" if near else f"The commands are {', '.join(COMMANDS)}"
+        raise InputError(f"There is no command {command!r}", fix)
+    module = importlib.import_module(f"troll.lab.cli.{_MODULES.get(command, command)}")
+    function: Callable[[Sequence[str]], Any] = getattr(module, f"{name}_{command}", None) or getattr(module, name)
+    return function
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ``InputError`` and shows defaults in its help."""
+
+    def __init__(self, prog: str, description: str, **more: Any) -> None:
+        super().__init__(prog, description=description, formatter_class=_Help, allow_abbrev=False, **more)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting."""
+        raise InputError(f"{self.prog}: {message}", f"See {self.prog} --help")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:
+        shown = action.default not in (None, False, argparse.SUPPRESS)
+        return f"{action.help} (default: %(default)s)" if shown else str(action.help)
+
+
+def yes_or_no(text: str) -> bool:
+    """``true`` or ``false``, as for TRL's flags."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"{text!r} must be true or false")
+    return words[text.lower()]
+
+
+def existing_folder(given: str, runs_dir: str, expected: str = "run or comparison") -> Path:
+    """The folder of a run or a comparison, given as a path or as a name below ``runs_dir``."""
+    folder = Path(given)
+    if not folder.is_dir() and not folder.is_absolute() and len(folder.parts) == 1:
+        folder = Path(runs_dir) / check_run_name(given)
+    if any((folder / name).is_file() for name in (ABOUT, COMPARISON)):
+        return folder
+    names = sorted(x.parent.name for name in (ABOUT, COMPARISON) for x in Path(runs_dir).glob(f"*/{name}"))
+    known = f"It has: {', '.join(names[:8])}" + (", …" if len(names) > 8 else "")
+    raise InputError(
+        f"There is no {expected} {given!r} in {Path(runs_dir)}",
+        known if names else "Start one with `troll train`, or pass --runs_dir",
+    )

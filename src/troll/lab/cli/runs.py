@@ -12,32 +12,32 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from troll.lab.cli.arguments import Parser, existing_folder
+from troll.lab.cli.main import Parser, existing_folder
 from troll.lab.runs.formatting import one_line
 from troll.lab.runs.listing import Details, Entry, details, entries
 
 DESCRIPTION = """\
-The runs and comparisons in a folder, and how to go on with them.
+List the runs and comparisons in a folder, their status and how to resume them.
 
-  troll runs                             all of them: state, updates, reward, age, size
-  troll runs arithmetic-troll            one: its checkpoints, each read and checked, and what went wrong
+  troll runs                             status, updates, reward, age and size of each
+  troll runs arithmetic-troll            one run: its checkpoints, verified, and its error
   troll runs --runs_dir /data/runs       another folder
-  troll runs --json                      the same for scripts
+  troll runs --json                      as JSON, for scripts
 
   running       a process is writing it
-  finished      it made all of its updates
-  interrupted   Ctrl-C, SIGTERM, or its terminal was closed; with a checkpoint unless it was stopped at once
-  failed        it ended with an error, which `troll runs NAME` shows
-  killed        it ended without a word: kill -9, out of memory, a power cut
+  finished      all updates are done
+  interrupted   Ctrl-C, SIGTERM or a closed terminal; there is a checkpoint unless it was stopped twice
+  failed        it ended with an error; `troll runs NAME` shows it
+  killed        the process ended abruptly: kill -9, out of memory, power failure
   broken        its files cannot be read
 
-Of those that ended early, the last column has the update that `troll train --resume NAME` goes on from.
+For runs that ended early, the last column is the update from which `troll train --resume NAME` continues.
 """
 _COLOURS = {"running": "bold", "finished": "green", "interrupted": "yellow"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """List, or show one."""
+    """List all runs, or show one."""
     options = _parser().parse_args(list(argv))
     if options.name is None:
         found = entries(Path(options.runs_dir))
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check(argv: Sequence[str]) -> None:
-    """Raise if these flags cannot be."""
+    """Raise if these flags are invalid."""
     if not {"-h", "--help"} & set(argv):
         _parser().parse_args(list(argv))
 
@@ -72,12 +72,13 @@ def _parser() -> Parser:
 
 
 def _show(found: Sequence[Entry], runs_dir: str, console: Console) -> None:
-    """A table on a terminal, one line each elsewhere."""
+    """A table on a terminal; otherwise a header and one line per run, separated by tabs."""
     if not found:
-        print(f"There is no run in {runs_dir}; `troll train` makes one.")
+        print(f"There are no runs in {runs_dir}. `troll train` starts one.")
         return
-    headers = ("name", "state", "updates", "reward", "age", "size", "")
+    headers = ("name", "state", "updates", "reward", "age", "size", "note")
     if not console.is_terminal:
+        print("\t".join(headers))
         for entry in found:
             print("\t".join(cell or "–" for cell in _cells(entry)))
         return
@@ -104,12 +105,12 @@ def _note(entry: Entry) -> str:
     if entry.resumable_from is None:
         return ""
     if entry.kind == "comparison":
-        return "go on with --resume"
+        return "resume with --resume"
     return f"resumes from update {entry.resumable_from}"
 
 
 def lines_of(one: Details) -> Iterator[str]:
-    """A run in words."""
+    """The details of a run."""
     entry, about = one.entry, one.about
     name, state, done, reward, age, size, _ = _cells(entry)
     yield f"{name}: {state}"
@@ -118,8 +119,8 @@ def lines_of(one: Details) -> Iterator[str]:
         return
     yield f"  {'runs' if entry.kind == 'comparison' else 'updates'}  {done.removesuffix(' runs')}"
     if reward:
-        yield f"  reward   {reward}, of the last rollout"
-    yield f"  age      {age or 'not known'}; on disk: {size}"
+        yield f"  reward   {reward}, in the last rollout"
+    yield f"  age      {age or 'unknown'}; on disk: {size}"
     for what in ("task", "model"):
         yield f"  {what:8} {about[what]['name']}"
     if entry.kind == "run":
@@ -136,12 +137,12 @@ def lines_of(one: Details) -> Iterator[str]:
         good = max((kept.step for kept in one.checkpoints if kept.wrong is None), default=0)
         step = good if one.checkpoints else entry.resumable_from
         command = "compare" if entry.kind == "comparison" else "train"
-        where = "" if entry.kind == "comparison" else f", from update {step}"
-        yield f"Go on with{where}: troll {command} --resume {shlex.quote(entry.path)}"
+        where = "" if entry.kind == "comparison" else f" from update {step}"
+        yield f"Resume{where}: troll {command} --resume {shlex.quote(entry.path)}"
 
 
 def age_of(seconds: float) -> str:
-    """In the largest unit of which there are two.
+    """An age in the largest unit of which there are at least two.
 
     >>> age_of(30), age_of(125), age_of(5 * 3600), age_of(47 * 3600), age_of(60 * 3600)
     ('30 s', '2 min', '5 h', '47 h', '2 days')
@@ -153,7 +154,7 @@ def age_of(seconds: float) -> str:
 
 
 def size_of(size: float) -> str:
-    """Bytes in decimal units, as disks are sold.
+    """Bytes in decimal units.
 
     >>> size_of(999), size_of(1_600_000_000), size_of(25_300_000)
     ('999 B', '1.6 GB', '25 MB')

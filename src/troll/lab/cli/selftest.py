@@ -1,4 +1,4 @@
-"""``troll doctor --attack``: the sandbox of this machine under attack, and what held."""
+"""``troll doctor --attack``: runs the attacks of ``troll.rewards.selftest`` on the sandbox of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERDICTS = {"held": "green", "known limit": "yellow", "SUCCEEDED": "bold red"}
 
 
 def run(name: str | None, as_json: bool = False) -> int:
-    """Make all attacks, print what became of them; 1 if one succeeded that is not known to, or none can be made."""
+    """Run all attacks and print the results. Returns 1 if an unexpected one succeeded, or if there is no sandbox."""
     try:
         isolation = _isolation(name)
         results = list(_followed(isolation))
@@ -40,21 +40,21 @@ def run(name: str | None, as_json: bool = False) -> int:
 
 
 def verdict(result: suite.Result) -> str:
-    """In a word or two."""
+    """``held``, ``known limit`` or ``SUCCEEDED``."""
     return "held" if result.held else "known limit" if result.known else "SUCCEEDED"
 
 
 def summary(isolation: Isolation, results: Sequence[suite.Result]) -> str:
-    """In a sentence."""
+    """The counts in one sentence."""
     counts = {word: sum(verdict(result) == word for result in results) for word in VERDICTS}
-    said = f"{isolation.name} held against {counts['held']} of {len(results)} attacks"
+    text = f"{isolation.name} held against {counts['held']} of {len(results)} attacks"
     if counts["known limit"]:
-        said += f"; known limits: {counts['known limit']}"
+        text += f"; known limits: {counts['known limit']}"
     if counts["SUCCEEDED"]:
-        said += (
+        text += (
             f"; SUCCEEDED: {counts['SUCCEEDED']}. Do not run code here that you do not trust, and please report this"
         )
-    return f"{said}."
+    return f"{text}."
 
 
 def _isolation(name: str | None) -> Isolation:
@@ -70,7 +70,7 @@ def _isolation(name: str | None) -> Isolation:
 
 
 def _followed(isolation: Isolation) -> Iterator[suite.Result]:
-    """The results, with a line for every category while they come."""
+    """Yield the results, and print a line for every category."""
     print(f"Attacking {isolation.name}, which takes about a minute …", file=sys.stderr, flush=True)
     for category, group in groupby(suite.run(isolation), lambda result: result.category):
         results = []
@@ -82,7 +82,7 @@ def _followed(isolation: Isolation) -> Iterator[suite.Result]:
 
 
 def _show(results: Sequence[suite.Result]) -> None:
-    """A coloured table on a terminal, aligned text elsewhere."""
+    """A coloured table on a terminal, otherwise aligned text."""
     from rich.console import Console
 
     rows = [(result.category, result.name, verdict(result), result.detail or result.description) for result in results]
@@ -98,7 +98,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("category", "attack", "", "what it tries, or what it got", box=None, pad_edge=True)
+    table = Table("category", "attack", "", "detail", box=None, pad_edge=True)
     for *cells, word, detail in rows:
         table.add_row(*map(Text, cells), Text(word, style=VERDICTS[word]), Text(detail))
     return table

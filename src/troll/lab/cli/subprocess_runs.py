@@ -1,4 +1,4 @@
-"""Several ``troll train`` in processes of their own: memory is clean, and one that fails takes no other with it."""
+"""Several ``troll train`` in separate processes, so that a failed run does not affect the others."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from troll.lab.runs.folder import ABOUT
 from troll.lab.runs.formatting import duration, one_line
 from troll.lab.runs.summary import summarise
 
-_LAST_LINES = 12  # of what a failed run said
+_LAST_LINES = 12  # of the output of a failed run
 _STOPPED = 130  # exit code
-_PAUSE = 0.2  # seconds between looks at the runs
+_PAUSE = 0.2  # seconds between polls
 
 
 @dataclass
 class Child:
-    """One run: its folder, the flags that start it, and the process while there is one."""
+    """One run: its folder, its flags, and its process while it runs."""
 
     folder: Path
     flags: list[str]
@@ -44,16 +44,16 @@ class Child:
 
     @property
     def log(self) -> Path:
-        """What it prints."""
+        """The file with the output of the process."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
     @property
     def status(self) -> str | None:
-        """As the folder has it."""
+        """The status in the run folder, or None if there is none."""
         return str(Run(self.folder).about["status"]) if (self.folder / ABOUT).is_file() else None
 
     def start(self, threads: int) -> None:
-        """Begin, or go on from the last checkpoint; a run that has none begins again."""
+        """Start the run, or resume it from its last checkpoint."""
         flags = self.flags if self.status is None else ["--resume", str(self.folder)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -61,18 +61,18 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
+                start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
                 env={"OMP_NUM_THREADS": str(threads), **os.environ},
             )
         self.state = "running"
 
     def stop(self) -> None:
-        """Ask it to end with a checkpoint; asked again, it ends at once."""
+        """Ask the run to save a checkpoint and end; a second call ends it immediately."""
         if self.process is not None:
             self.process.terminate()
 
     def ended(self) -> bool:
-        """Whether it has just ended; then its state says how."""
+        """Whether the process has just ended; ``state`` is then updated."""
         if self.process is None or self.process.poll() is None:
             return False
         code, status = self.process.returncode, self.status
@@ -85,7 +85,7 @@ class Child:
         return True
 
     def progress(self) -> str:
-        """Step and reward while it runs, the result after."""
+        """Step and reward while the run is running, then the result."""
         if self.state != "running":
             return self.result
         if self.status is None:
@@ -96,8 +96,8 @@ class Child:
         step = f"step {lines[-1]['step'] if lines else 0}" + (f"/{most}" if most > 0 else "")
         return f"{step}  reward {rewards[-1]:.3f}" if rewards else step
 
-    def last_words(self) -> list[str]:
-        """The end of what it printed."""
+    def last_lines(self) -> list[str]:
+        """The last lines of the output."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return [one_line(line) for line in lines[-_LAST_LINES:]]
 
@@ -110,18 +110,18 @@ class Child:
 
 
 def run_children(children: Sequence[Child], jobs: int, console: Console) -> bool:
-    """Run those that are not finished, some at a time; False if a signal came before the end."""
+    """Run the unfinished children, ``jobs`` at a time. Returns False after a signal."""
     waiting = []
     for child in children:
         if child.state == "finished":
-            say(console, f"{child.folder.name}: finished before, {child.result}")
+            say(console, f"{child.folder.name}: already finished, {child.result}")
         else:
             waiting.append(child)
     running: list[Child] = []
     threads = max(1, _cores() // jobs)
     with _Signals(running) as signals, _live(children, console) as refresh:
-        while running or (waiting and not signals.came):
-            while waiting and len(running) < jobs and not signals.came:
+        while running or (waiting and not signals.received):
+            while waiting and len(running) < jobs and not signals.received:
                 child = waiting.pop(0)
                 child.start(threads)
                 running.append(child)
@@ -132,46 +132,46 @@ def run_children(children: Sequence[Child], jobs: int, console: Console) -> bool
                 running.remove(child)
                 _report(child, console)
             refresh()
-    return not signals.came
+    return not signals.received
 
 
 def say(console: Console, text: str, **style: str) -> None:
-    """Print a line as it is."""
+    """Print a line verbatim."""
     console.print(text, highlight=False, markup=False, soft_wrap=True, **style)  # type: ignore[arg-type]
 
 
 class _Signals:
-    """Ctrl-C and its like are passed on to the runs, which save a checkpoint; again, and they stop at once."""
+    """Forwards Ctrl-C, SIGTERM and SIGHUP to the runs: the first saves checkpoints, the second stops immediately."""
 
     def __init__(self, running: list[Child]) -> None:
         self.running = running
-        self.came = False
+        self.received = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             if hasattr(signal, name):
                 number = getattr(signal, name)
-                self._before[number] = signal.signal(number, self._pass_on)
+                self._before[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        for child in self.running:  # there are some only if this process fails
+        for child in self.running:  # only if this process failed
             child.stop()
 
-    def _pass_on(self, *_: object) -> None:
-        if not self.came:
-            print("\nStopping after the updates at hand, with checkpoints. Once more to stop at once.", file=sys.stderr)
-        self.came = True
+    def _forward(self, *_: object) -> None:
+        if not self.received:
+            print("\nSaving checkpoints and stopping. Press Ctrl-C again to stop immediately.", file=sys.stderr)
+        self.received = True
         for child in self.running:
             child.stop()
 
 
 @contextmanager
 def _live(children: Sequence[Child], console: Console) -> Iterator[Callable[[], None]]:
-    """A table of all runs on a terminal, drawn anew about once a second."""
+    """On a terminal, a table of all runs that is updated about once a second."""
     if not console.is_terminal:
         yield lambda: None
         return
@@ -190,11 +190,11 @@ def _table(children: Sequence[Child]) -> Table:
 
 
 def _report(child: Child, console: Console) -> None:
-    """What became of a run; on a terminal the table has it."""
+    """Print how a run ended; on a terminal the table shows it."""
     name = child.folder.name
     if child.state == "failed":
-        say(console, f"{name}: failed; the others go on. It said, in {child.log}:", style="red")
-        for line in child.last_words():
+        say(console, f"{name}: failed; the other runs continue. Last lines of {child.log}:", style="red")
+        for line in child.last_lines():
             say(console, f"  {line}")
     elif not console.is_terminal:
         say(console, ": ".join([name, ", ".join(filter(None, [child.state, child.result]))]))

@@ -12,8 +12,8 @@ import yaml
 from rich.console import Console
 
 from troll.errors import InputError
-from troll.lab.cli.arguments import existing_folder
 from troll.lab.cli.flags import Flags
+from troll.lab.cli.main import existing_folder
 from troll.lab.runs import Run, check_run_name, free_run_name
 from troll.lab.runs.folder import CONFIG
 from troll.lab.runs.listing import resumable_from
@@ -27,27 +27,26 @@ DESCRIPTION = """\
 Fine-tune a language model on a task with verifiable rewards, with a trust region in place of PPO's clip.
 
   troll train                                              SmolLM2-135M on short sums, on a CPU, in minutes
-  troll train --trust_region clip                          the same under PPO's clip
+  troll train --trust_region clip                          the same with PPO's clip
   troll train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
   troll train --task gym:gcd --task_options max_value=20   any task of reasoning-gym
   troll train --task my_task.py                            your own prompts and reward
-  troll train --config my.yaml --kl_bound 0.02             flags from a file, some of them changed
-  troll train --dry_run                                    the settings, memory and time, and nothing else
-  troll train --resume arithmetic-troll                    go on with a run that was interrupted, or killed
-  troll train --resume x --kl_bound 0.1 --allow_changes    go on with it under other settings
+  troll train --config my.yaml --kl_bound 0.02             flags from a file; flags on the command line override it
+  troll train --dry_run                                    print the settings, memory and time, and stop
+  troll train --resume arithmetic-troll                    resume a run that was interrupted or killed
+  troll train --resume x --kl_bound 0.1 --allow_changes    resume it with other settings
   accelerate launch -m troll train …                       on several GPUs
   troll train --engine verl --nodes 8 --gpus_per_node 8    on a Ray cluster, with verl
 
-A run is a folder below --runs_dir: metrics.jsonl, config.yaml, the model, report.html. Ctrl-C saves and ends it;
-`troll runs` lists them all.
-Rollouts are used for several updates; with one, no trust region has anything to do.
+A run is a folder below --runs_dir with metrics.jsonl, config.yaml, the model and report.html. Ctrl-C saves a checkpoint
+and ends the run; `troll runs` lists all runs. A trust region needs several updates per rollout to have an effect.
 """
 
-_MEASURED_PROMPTS = 64  # whose mean length stands for all
+_MEASURED_PROMPTS = 64  # to estimate the mean length of a prompt
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train, or say what training would be."""
+    """Train, or print the plan with --dry_run."""
     flags = Flags(argv, description=DESCRIPTION)
     if flags.wants_help:
         print(flags.help(defaults(DEFAULT_MODEL, {}, has_gpu())), end="")
@@ -90,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check(argv: Sequence[str]) -> None:
-    """Raise if these flags cannot be."""
+    """Raise if these flags are invalid."""
     flags = Flags(argv)
     if flags.wants_help:
         return
@@ -105,24 +104,23 @@ def check(argv: Sequence[str]) -> None:
 
 
 def _check_engine(flags: Flags, settings: RunSettings) -> None:
-    """Raise for flags that the engine does not have."""
+    """Raise for flags that only the other engine has."""
     for name in ONLY_VERL if settings.engine == "trl" else ():
-        if name in flags.said:
-            hints = {"nodes": "accelerate launch --num_machines", "gpus_per_node": "accelerate launch --num_processes"}
-            raise InputError(
-                f"--{name} with --engine trl", "--engine verl, which has it", hints.get(name, "leaving it out")
-            )
+        if name in flags.given:
+            instead = {"nodes": "--num_machines", "gpus_per_node": "--num_processes"}
+            fix = f"With TRL use accelerate launch {instead[name]}" if name in instead else "Leave it out"
+            raise InputError(f"--{name} needs --engine verl", fix)
 
 
 def has_gpu() -> bool:
-    """Whether there is anything faster than a CPU."""
+    """Whether an accelerator is available."""
     import torch
 
     return torch.accelerator.is_available()
 
 
 def quiet() -> None:
-    """Leave the terminal to what a run has to say."""
+    """Silence the progress bars and log messages of transformers and datasets."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import datasets
     import transformers
@@ -133,16 +131,18 @@ def quiet() -> None:
 
 
 def options_of(pairs: Sequence[str]) -> Mapping[str, Any]:
-    """``key=value`` with values as YAML reads them.
+    """The options of ``key=value`` pairs, with values parsed as YAML.
 
     >>> options_of(["digits=2", "operations=+-"])
     {'digits': 2, 'operations': '+-'}
     """
     options = {}
     for pair in pairs:
-        key, found, value = pair.partition("=")
-        if not found or not key:
-            raise InputError(f"the task option {pair!r}", "key=value", "--task_options digits=2")
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InputError(
+                f"The task option {pair!r} is not of the form key=value", "For example: --task_options digits=2"
+            )
         try:
             read = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -152,27 +152,30 @@ def options_of(pairs: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _resumed(flags: Flags, settings: RunSettings) -> tuple[Path, Flags, list[str]]:
-    """The folder of a run, the flags it goes on with, and which of them it did not have."""
+    """The folder of a run to resume, its flags with the given ones on top, and the differences."""
     for name in ("run_name", "dry_run"):
-        if name in flags.said:
-            raise InputError(f"--resume with --{name}", "a run that has its name and settings", "--resume alone")
-    folder = existing_folder(str(settings.resume), settings.runs_dir, "a run")
+        if name in flags.given:
+            raise InputError(f"--resume cannot be combined with --{name}", "A resumed run keeps its name and settings")
+    folder = existing_folder(str(settings.resume), settings.runs_dir, "run")
     if Run.open(folder).about["status"] == "finished":
-        raise InputError(f"the run {folder} to go on with, which is finished", "a run that is not", "a new run")
+        raise InputError(f"The run {folder} is finished and cannot be resumed", "Start a new run")
     if os.environ.get("RANK", "0") == "0":
-        with locked(folder):  # if somebody else has it, say so before anything is loaded
+        with locked(folder):  # raise before anything is loaded if another process holds it
             pass
     both = flags.over(folder / CONFIG)
     before, after = Flags(["--config", str(folder / CONFIG)]).values(), both.values()
     after["runs_dir"] = before["runs_dir"]  # where it was looked for
     if before["engine"] != after["engine"]:
-        raise InputError(f"--engine {after['engine']} for a run of {before['engine']}", "the same engine", "a new run")
+        raise InputError(
+            f"--engine {after['engine']}, but the run was started with {before['engine']}",
+            "Start a new run to change it",
+        )
     refuse_changes(before, after, flags.value("allow_changes", False))
     return folder, both, differences(before, after, everything=True)
 
 
 def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: str, changes: Sequence[str] = ()) -> Any:
-    """The run that these flags ask for, in a new folder or in one to go on with: ``troll.lab.training.run.RunPlan``."""
+    """The ``troll.lab.training.run.RunPlan`` of these flags, in a new folder or in that of a resumed run."""
     from troll.lab.models import load_config, resolve_model
     from troll.lab.tasks import load_task
     from troll.lab.training.run import RunPlan
@@ -219,7 +222,7 @@ def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: s
 
 
 def _agreed(args: Any, choose: Callable[[], Path]) -> Path:
-    """What the first process chooses: another one may look when the folder is already made."""
+    """The choice of the first process, for all processes: a later one might see the folder already created."""
     from accelerate.utils import broadcast_object_list
 
     chosen = [choose() if args.process_index == 0 else None]
@@ -227,26 +230,24 @@ def _agreed(args: Any, choose: Callable[[], Path]) -> Path:
 
 
 def new_folder(root: Path, name: str | None, task: str, trust_region: str) -> Path:
-    """Where a new run goes: a name that was asked for must be free, another one is made so."""
+    """The folder of a new run. A given name must be unused; a generated one gets a number if necessary."""
     if name is None:
         plain = Path(task).stem if task.endswith(".py") else task
         return root / free_run_name(root, run_name_of(f"{plain}-{trust_region}"))
     folder = root / check_run_name(name)
     if folder.exists():
-        raise InputError(
-            f"--run_name {name}, which {folder} has already", "a new name", f"--resume {name} to go on with it"
-        )
+        raise InputError(f"The run folder {folder} exists already", f"Use another --run_name, or --resume {name}")
     return folder
 
 
 def _dry_run(plan: Any) -> None:
-    """Print the settings, and what they need as comments: together a file for --config."""
+    """Print the settings, and the estimate of memory and time as comments: a valid file for --config."""
     print(yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True), end="")
     print("\n".join(f"# {line}".rstrip() for line in f"\n{needs(plan)}".splitlines()))
 
 
 def needs(plan: Any) -> Any:
-    """What a run will need in memory and time: ``troll.lab.training.estimate.ResourceEstimate``."""
+    """Memory and time of a run: ``troll.lab.training.estimate.ResourceEstimate``."""
     from trl import get_peft_config
 
     from troll.lab.models import load_tokenizer
@@ -262,13 +263,13 @@ def needs(plan: Any) -> Any:
         ),
         args.device,
         prompts=len(task.train_dataset),
-        held_out=len(task.eval_dataset),
+        eval_size=len(task.eval_dataset),
         peft_config=get_peft_config(plan.model_config),
     )
 
 
 def _prompt_tokens(prompts: Sequence[Any], tokenizer: Any) -> float:
-    """Mean length of some prompts, plain or chat."""
+    """The mean length of some prompts, plain or chat, in tokens."""
 
     def tokens(prompt: Any) -> int:
         if isinstance(prompt, str):
@@ -279,9 +280,9 @@ def _prompt_tokens(prompts: Sequence[Any], tokenizer: Any) -> float:
 
 
 def conclusion(run: Run, settings: RunSettings) -> Iterator[str]:
-    """What came of it, and what to do next."""
+    """The result of a run, and the next command."""
     if run.about["status"] == "interrupted":
-        yield f"Interrupted, with a checkpoint. Go on with: {_resume(run.path)}"
+        yield f"Interrupted; a checkpoint was saved. Resume with: {_resume(run.path)}"
         return
     yield from sentences(run)
     if settings.write_report:
@@ -290,18 +291,18 @@ def conclusion(run: Run, settings: RunSettings) -> Iterator[str]:
         try:
             yield f"Report: {write_report(run.path)}"
         except KeyboardInterrupt:
-            yield f"The run is finished, its report is not written. Write it with: troll report {_quoted(run.path)}"
+            yield f"The run is finished, but not its report. Write it with: troll report {_quoted(run.path)}"
             raise
 
 
 def stopped(folder: Path) -> str:
-    """What is left of a run that was stopped at once."""
+    """The message after a second Ctrl-C."""
     if not folder.exists():
-        return "Stopped before the first update: nothing is kept."
+        return "Stopped before the first update. Nothing was saved."
     step = resumable_from(folder)
     if not step:
-        return f"Stopped at once, and there is no checkpoint. Begin again, from update 0, with: {_resume(folder)}"
-    return f"Stopped at once. The last good checkpoint is checkpoint-{step}. Go on with: {_resume(folder)}"
+        return f"Stopped immediately, without a checkpoint. Restart from update 0 with: {_resume(folder)}"
+    return f"Stopped immediately. The last valid checkpoint is checkpoint-{step}. Resume with: {_resume(folder)}"
 
 
 def _resume(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""``troll train --engine verl``: the same flags, the same task, the same folder; verl trains."""
+"""``troll train --engine verl``: the same flags, tasks and run folders, trained by verl."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLATFORM, CLUSTER = "VERL_PLATFORM", "RAY_ADDRESS"
 
 
 def run(flags: Flags, settings: RunSettings, folder: Path | None, command: str, changes: Sequence[str] = ()) -> int:
-    """Train with verl, or say what would be run."""
+    """Train with verl, or print the command with --dry_run."""
     from troll.lab.cli.train import conclusion, plan_of
     from troll.lab.training.progress import say
     from troll.lab.verl.launch import execute, script
@@ -36,11 +36,11 @@ def run(flags: Flags, settings: RunSettings, folder: Path | None, command: str, 
         return 0
     console = Console()
     say(console, f"{plan.task.name}: {plan.task.description}")
-    say(console, f"{plan.model} → {plan.folder}, with verl, nodes: {settings.nodes}, GPUs of each: {setup.gpus}")
+    say(console, f"{plan.model} → {plan.folder}, with verl, nodes: {settings.nodes}, GPUs per node: {setup.gpus}")
     try:
         finished = execute(plan, setup, request, console)
     except KeyboardInterrupt:
-        say(console, _how_to_go_on(plan.folder))
+        say(console, _how_to_resume(plan.folder))
         return 130
     for line in conclusion(finished, settings):
         say(console, line)
@@ -48,13 +48,13 @@ def run(flags: Flags, settings: RunSettings, folder: Path | None, command: str, 
 
 
 def check(flags: Flags, settings: RunSettings, args: Any, model: Any) -> None:
-    """Raise if these flags cannot be, whatever the task."""
+    """Raise if these flags are invalid for every task."""
     from troll.lab.verl.keys import overrides
     from troll.lab.verl.refusals import refuse
     from troll.lab.verl.setup import Setup
 
     unknown: dict[str, Any] = {"folder": Path("unused"), "model_path": "", "prompts": sys.maxsize, "prompt_tokens": 1}
-    explicit = frozenset(flags.said)
+    explicit = frozenset(flags.given)
     setup = Setup(
         run=settings, args=args, model=model, explicit=explicit, gpus=settings.gpus_per_node or _gpus(), **unknown
     )
@@ -63,7 +63,7 @@ def check(flags: Flags, settings: RunSettings, args: Any, model: Any) -> None:
 
 
 def setup_of(flags: Flags, settings: RunSettings, plan: Any) -> tuple[Any, dict[str, Any]]:
-    """``troll.lab.verl.setup.Setup``, and what the reward is told of the task."""
+    """``troll.lab.verl.setup.Setup``, and the request from which verl's reward loads the task."""
     from troll.lab.cli.train import options_of
     from troll.lab.models import load_tokenizer
     from troll.lab.training.evaluate import stop_token
@@ -82,7 +82,7 @@ def setup_of(flags: Flags, settings: RunSettings, plan: Any) -> tuple[Any, dict[
         run=settings,
         args=plan.args,
         model=plan.model_config,
-        explicit=frozenset(flags.said),
+        explicit=frozenset(flags.given),
         folder=plan.folder,
         model_path=plan.model_path,
         prompts=len(plan.task.train_dataset),
@@ -99,20 +99,18 @@ def setup_of(flags: Flags, settings: RunSettings, plan: Any) -> tuple[Any, dict[
 
 
 def _check_machine(settings: RunSettings) -> None:
-    """verl must be there, with a GPU of this machine or of a cluster, and the processes must be its own."""
+    """Raise if verl is not installed, if there is no GPU, or if another launcher started this process."""
     if importlib.util.find_spec("verl") is None:
-        raise InputError("--engine verl without verl", "the package", "pip install 'troll-rl[train,verl]'")
+        raise InputError("--engine verl needs the package verl", "pip install 'troll-rl[train,verl]'")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
-            "--engine verl under accelerate or torchrun",
-            "one process: verl starts its own",
-            "troll train --engine verl",
+            "--engine verl cannot be used with accelerate or torchrun: verl starts its processes itself",
+            "Run troll train --engine verl",
         )
     if not (settings.dry_run or os.environ.get(PLATFORM) or os.environ.get(CLUSTER) or _gpus(least=0)):
         raise InputError(
-            "--engine verl on a machine without a GPU",
-            f"a GPU, or a Ray cluster that has some ({CLUSTER}): verl does not train on a CPU",
-            "--engine trl, which does; or --dry_run to see what would be run",
+            f"--engine verl needs a GPU, or a Ray cluster with GPUs ({CLUSTER}); this machine has none",
+            "Use --engine trl, which trains on a CPU, or --dry_run to print the command",
         )
 
 
@@ -122,8 +120,8 @@ def _gpus(least: int = 1) -> int:
     return max(least, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
 
 
-def _how_to_go_on(folder: Path) -> str:
+def _how_to_resume(folder: Path) -> str:
     from troll.lab.verl.launch import checkpoint_of
 
-    where = "from the last checkpoint" if checkpoint_of(folder) else "from update 0, as there is no checkpoint,"
-    return f"Interrupted. Go on {where} with: troll train --resume {shlex.quote(str(folder))}"
+    where = "from the last checkpoint" if checkpoint_of(folder) else "from update 0 (there is no checkpoint)"
+    return f"Interrupted. Resume {where} with: troll train --resume {shlex.quote(str(folder))}"

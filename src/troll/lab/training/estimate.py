@@ -1,9 +1,9 @@
-"""What a run will need, before it is run: memory from the shapes of the model, time from the speed of this machine.
+"""Estimates of the memory and time of a run, from the shape of the model and the speed of this machine.
 
-The model is built without weights. Memory adds up what one process holds at its fullest moment. Time counts the matrix
-products of an update, and what it reads and writes, and divides by rates measured here in a second. Both are estimates:
-in five runs of SmolLM2-135M on one core memory came within a fifth; the default run on two free cores was to take two
-minutes and took 160 s. On a GPU they have not been compared.
+The model is built without parameters. Memory is the peak of one process. Time is the matrix products and memory traffic
+of an update, divided by rates that are measured in a second. In five runs of SmolLM2-135M on one core the memory was
+within 20 %; for the default run on two free cores the estimate was two minutes and the time 160 s. The estimates have
+not been validated on a GPU.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def estimate(
     device: torch.device,
     *,
     prompts: int | None = None,
-    held_out: int = 0,
+    eval_size: int = 0,
     peft_config: Any = None,
     speed: Speed | None = None,
 ) -> ResourceEstimate:
@@ -135,7 +135,7 @@ def estimate(
         prompt_tokens: mean length of a prompt.
         device: where it is trained.
         prompts: size of the training set, from which the updates follow where ``max_steps`` does not say.
-        held_out: size of the held-out set.
+        eval_size: number of held-out problems.
         peft_config: of the adapter, if one is trained in place of the weights.
         speed: of the device; measured if it is not given.
     """
@@ -155,13 +155,13 @@ def estimate(
         device=_name(device),
         update=sizes.update(speed),
         updates=updates,
-        evaluation=sizes.evaluation(speed, updates, held_out),
+        evaluation=sizes.evaluation(speed, updates, eval_size),
         assumptions=tuple(sizes.assumptions(speed)),
     )
 
 
 _LEARNING = ("gradients", "activations", "logits and head")
-_GENERATING = ("key-value cache", "generation besides")
+_GENERATING = ("key-value cache", "generation buffers")
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,8 @@ class _Sizes:
         reference = args.beta != 0 and not self.adapter
         parts = {
             "Python and libraries": _libraries(self.device),
-            "weights": shape.parameters * stored,
-            "weights in half precision": shape.parameters * lowered if lowered < stored else 0,
+            "parameters": shape.parameters * stored,
+            "parameters in half precision": shape.parameters * lowered if lowered < stored else 0,
             "reference model": shape.parameters * stored if reference else 0,
             "optimizer": shape.trainable * _optimizer_bytes(args.optim, stored),
             "old policy of a rollout": self.rollout * self.completion * (7 * args.max_support + 6) * self.keeps_old,
@@ -227,7 +227,7 @@ class _Sizes:
             "activations": tokens * (layers + 2 * shape.hidden) * (lowered + (lowered < stored)),
             "logits and head": tile * (lowered + 4 * 2) + head,
             "key-value cache": 0 if vllm else cache * lowered,
-            "generation besides": 0 if vllm else prefill * lowered + 4 * 4 * logits,
+            "generation buffers": 0 if vllm else prefill * lowered + 4 * 4 * logits,
         }
         return {name: int(x) for name, x in parts.items()}
 
@@ -282,14 +282,14 @@ class _Sizes:
         per_epoch: int = max(1, math.ceil(passes / args.gradient_accumulation_steps))
         return math.ceil(float(args.num_train_epochs) * per_epoch)
 
-    def evaluation(self, speed: Speed, updates: int | None, held_out: int) -> float:
+    def evaluation(self, speed: Speed, updates: int | None, eval_size: int) -> float:
         """Seconds of all evaluations; 0 where their number is not known."""
         args = self.args
-        if args.eval_strategy != "steps" or not held_out or not updates:
+        if args.eval_strategy != "steps" or not eval_size or not updates:
             return 0.0
         every = args.eval_steps if args.eval_steps >= 1 else max(1, math.ceil(args.eval_steps * updates))
         times = updates // every + bool(args.eval_on_start)
-        samples = held_out * (args.num_generations_eval or args.num_generations)
+        samples = eval_size * (args.num_generations_eval or args.num_generations)
         batch = min(samples, int(args.per_device_eval_batch_size))
         one = self._generate(speed, batch) + self._layers(speed, batch, self.length)
         one += self._head(speed, batch * self.completion, 1)
@@ -297,8 +297,8 @@ class _Sizes:
 
     def assumptions(self, speed: Speed) -> Iterator[str]:
         """What the numbers rest on."""
-        weights = f"{self.shape.parameters / 1e6:,.0f} million weights"
-        yield f"{weights} in {_short(self.stored)}, computed in {_short(self.lowered)}"
+        size = f"{self.shape.parameters / 1e6:,.0f} M parameters"
+        yield f"{size} in {_short(self.stored)}, computed in {_short(self.lowered)}"
         rates = f"{speed.flops / 1e9:,.0f} GFLOP/s in a model, {speed.bandwidth / 1e9:,.0f} GB/s"
         yield f"{rates}, from products and copies timed a moment ago; nothing else runs on this machine"
         yield f"prompts of {self.prompt:.0f} tokens, and every completion as long as it may be: {self.completion}"

@@ -34,12 +34,14 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("samples", "max_completion_length", "batch_size"):
             if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}", "at least 1", f"leaving --{name} out")
+                raise InputError(
+                    f"{name} must be at least 1, got {getattr(self, name)}", f"Leave --{name} out for the default"
+                )
         if not self.temperature >= 0:
-            raise InputError(f"temperature={self.temperature}", "a number ≥ 0", "1, the temperature of training")
+            raise InputError(f"temperature must be ≥ 0, got {self.temperature}", "The default is 1")
         if self.temperature == 0 and self.samples > 1:
             raise InputError(
-                f"temperature=0 with samples={self.samples}, which would be all the same", "one sample", "--samples 1"
+                f"With temperature=0 all {self.samples} samples of a problem are the same", "Use --samples 1"
             )
 
 
@@ -116,9 +118,8 @@ def stop_token(stop: str, tokenizer: Any) -> int:
     ids = tokenizer.encode(stop, add_special_tokens=False)
     if len(ids) != 1:
         raise InputError(
-            f"a task whose completions end at {stop!r}, which is {len(ids)} tokens of this model",
-            "a model in whose vocabulary it is one token",
-            "a task with chat prompts, which end at the model's own end token",
+            f"Completions of this task end at {stop!r}, which must be one token of the model but is {len(ids)}",
+            "Use another model, or a task with chat prompts, which end at the EOS token",
         )
     return int(ids[0])
 
@@ -148,9 +149,7 @@ def _tokens(tokenizer: Any, prompt: Any, chat_template_kwargs: Mapping[str, Any]
     if isinstance(prompt, str):
         return list(tokenizer(text=prompt)["input_ids"])
     if tokenizer.chat_template is None:
-        raise InputError(
-            "a model without a chat template, and a task with chat prompts", "a model for chat", "an instruct model"
-        )
+        raise InputError("The task has chat prompts, but the model has no chat template", "Use an instruct model")
     made = tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
     )
@@ -173,7 +172,8 @@ def _judge(
     for value in values:
         if not 0 <= value <= 1 + 1e-6:
             raise InputError(
-                f"a reward of {value:g}", "rewards from 0 (wrong) to 1 (right)", "--reward with a function that is so"
+                f"`troll eval` needs rewards from 0 (wrong) to 1 (right), got {value:g}",
+                "Pass such a function with --reward",
             )
     return [value >= _FULL for value in values]
 

@@ -1,4 +1,4 @@
-"""What a run was made with and on, so that it can be made again."""
+"""Provenance of a run: versions, machine and git commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "trl", "transformers", "accelerate", "datasets", "peft", "v
 
 
 def versions() -> dict[str, str]:
-    """Of Python, troll and the packages that decide what a run does."""
+    """The versions of Python, troll and the packages that affect training."""
     from troll import __version__
 
     found = {"python": platform.python_version(), "troll": __version__}
@@ -50,7 +50,7 @@ def _processor() -> str:
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
-    """Commit of the working directory, and whether files differ from it; None outside of a repository."""
+    """Commit of the working directory and whether it has changes; None outside a repository."""
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, timeout=10, check=True)

@@ -1,4 +1,4 @@
-"""One training run: build the trainer, train, record, say what came of it."""
+"""One training run: build the trainer, train, and keep the run folder up to date."""
 
 from __future__ import annotations
 
@@ -40,95 +40,95 @@ from troll.trl.robust.store import Found, checkpoints, recover
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that decides a run."""
+    """Everything that determines a run."""
 
     folder: Path
     model: str
-    """As it was asked for."""
+    """The name given by the user."""
     model_path: str
-    """As transformers loads it."""
+    """What transformers loads."""
     task: Task
     args: TROLLConfig
     model_config: ModelConfig
     config: dict[str, Any]
-    """The flags that make the same run again."""
+    """The flags that reproduce the run."""
     command: str
     save_model: bool = True
     keep_checkpoints: bool = True
-    """Whether they stay when the run has finished."""
+    """Whether checkpoints are kept after the run has finished."""
     resumes: bool = False
     changes: Sequence[str] = ()
-    """What was said for a resumed run that differs from what it had."""
+    """The settings of a resumed run that differ from those before."""
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Where on the hub the model comes from, and whether code that comes with it may run."""
+        """The revision of the model on the hub, and whether its code may run."""
         return {"revision": self.model_config.model_revision, "trust_remote_code": self.args.trust_remote_code}
 
 
 def execute(plan: RunPlan, console: Console) -> Run:
-    """Train as planned. An interrupted run ends with a checkpoint; one that fails before an update leaves nothing."""
+    """Train as planned. An interrupted run ends with a checkpoint; one that fails before an update is removed."""
     main = plan.args.process_index == 0
-    with run_folder(plan) if main else nullcontext(), _status(plan, main) as goes_on, StopOnSignal() as stop:
-        found = _found(plan, main)
+    with run_folder(plan) if main else nullcontext(), _status(plan, main) as tracker, StopOnSignal() as stop:
+        checkpoint = _checkpoint(plan, main)
         if main and plan.resumes:
-            for sentence in _where(plan, found):
+            for sentence in _resume_messages(plan, checkpoint):
                 say(console, sentence)
-        plan.args.eval_on_start = plan.args.eval_on_start and found.path is None
-        goes_on.found, goes_on.accepted = found, _accepted(plan, found)
-        plan.args.allow_changes = plan.args.allow_changes or bool(goes_on.accepted)
-        trainer, own_stops = _build(plan)
+        plan.args.eval_on_start = plan.args.eval_on_start and checkpoint.path is None
+        tracker.checkpoint, tracker.accepted = checkpoint, _accepted(plan, checkpoint)
+        plan.args.allow_changes = plan.args.allow_changes or bool(tracker.accepted)
+        trainer, eos_token_id = _build(plan)
         shown = ShowProgress(console, Watch(plan.folder) if main else None)
-        goes_on.trainer = trainer
-        for callback in (goes_on, shown, stop):
+        tracker.trainer = trainer
+        for callback in (tracker, shown, stop):
             trainer.add_callback(callback)
         for stock in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(stock)
         try:
-            trainer.train(resume_from_checkpoint=None if found.path is None else str(found.path))
+            trainer.train(resume_from_checkpoint=None if checkpoint.path is None else str(checkpoint.path))
             if trainer.eval_dataset is not None and not stop.stopped:
                 _evaluate_last(trainer)
         finally:
             shown.close()
         if plan.save_model and not stop.stopped:
-            _save_model(plan.folder / MODEL, trainer, own_stops)
+            _save_model(plan.folder / MODEL, trainer, eos_token_id)
         if main:
             status = "interrupted" if stop.stopped else "finished"
             update_run(plan.folder, status=status, finished=timestamp(), seconds=trainer.seconds)
             if not stop.stopped and not plan.keep_checkpoints:
-                for checkpoint in checkpoints(plan.folder).values():
-                    shutil.rmtree(checkpoint, ignore_errors=True)
+                for path in checkpoints(plan.folder).values():
+                    shutil.rmtree(path, ignore_errors=True)
     return Run(plan.folder)
 
 
-def _found(plan: RunPlan, main: bool) -> Found:
-    """Where to go on from; the first process looks, all take the same."""
+def _checkpoint(plan: RunPlan, main: bool) -> Found:
+    """The checkpoint to resume from. The first process searches, all use its result."""
     if not plan.resumes:
         return Found()
-    found: Found = broadcast_object_list([recover(plan.folder) if main else None])[0]
-    return found
+    checkpoint: Found = broadcast_object_list([recover(plan.folder) if main else None])[0]
+    return checkpoint
 
 
-def _where(plan: RunPlan, found: Found) -> Iterator[str]:
-    """From where a run goes on, and why not from later on."""
-    yield from (f"{sentence}." for sentence in found.rejected)
-    if found.path is not None:
-        yield f"Going on from {found.path.name}."
+def _resume_messages(plan: RunPlan, checkpoint: Found) -> Iterator[str]:
+    """From which checkpoint a run resumes, and why later ones were rejected."""
+    yield from (f"{sentence}." for sentence in checkpoint.rejected)
+    if checkpoint.path is not None:
+        yield f"Resuming from {checkpoint.path.name}."
         return
-    yield "There is no checkpoint to go on from: the run begins again, from update 0."
+    yield "There is no checkpoint: the run restarts from update 0."
     if plan.args.save_strategy == "no":
-        yield "It keeps none (save_strategy: no): --save_strategy steps --save_steps 32 keeps one every 32 updates."
+        yield "save_strategy is no. --save_strategy steps --save_steps 32 saves a checkpoint every 32 updates."
 
 
-def _accepted(plan: RunPlan, found: Found) -> set[str]:
-    """Changes that an earlier resume went on with and that no checkpoint has seen yet: it was killed before."""
+def _accepted(plan: RunPlan, checkpoint: Found) -> set[str]:
+    """Changes that an earlier resume accepted but that no checkpoint contains yet, because it was killed."""
     changes = Run(plan.folder).about.get("changes", []) if plan.resumes and not plan.args.allow_changes else []
-    return {line for change in changes if change["step"] >= found.step for line in change["differences"]}
+    return {line for change in changes if change["step"] >= checkpoint.step for line in change["differences"]}
 
 
-def _save_model(place: Path, trainer: RecordedTrainer, own_stops: Any) -> None:
-    """The trained model, whole or not at all; an older one makes room."""
-    trainer.model.generation_config.eos_token_id = own_stops  # it ends where it did before this task
+def _save_model(place: Path, trainer: RecordedTrainer, eos_token_id: Any) -> None:
+    """Write the trained model atomically, in place of an older one."""
+    trainer.model.generation_config.eos_token_id = eos_token_id  # without the stop token of the task
     main = trainer.accelerator.is_main_process
     try:
         staged = staged_beside(place) if main else place.with_name(f".{place.name}.new")
@@ -141,14 +141,13 @@ def _save_model(place: Path, trainer: RecordedTrainer, own_stops: Any) -> None:
         if not is_file_error(error):
             raise
         raise InputError(
-            f"the trained model, which cannot be written to {place} ({getattr(error, 'strerror', None) or error})",
-            "a folder that can be written, with room for it",
-            f"mending that, then --resume {place.parent}: nothing is trained again",
+            f"Cannot write the trained model to {place}: {getattr(error, 'strerror', None) or error}",
+            f"Fix this, then --resume {place.parent} writes it without training again",
         ) from error
 
 
 def _evaluate_last(trainer: RecordedTrainer) -> None:
-    """On the held-out set, if the last update was not followed by it."""
+    """Evaluate after the last update unless that was done."""
     done = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
     if trainer.state.global_step not in done:
         trainer.evaluate()
@@ -164,17 +163,16 @@ def _build(plan: RunPlan) -> tuple[RecordedTrainer, Any]:
         "quantization_config": get_quantization_config(config),
         **(args.model_init_kwargs or {}),
     }
-    args.model_init_kwargs = None  # they are for the model, which is made here
+    args.model_init_kwargs = None  # used here
     try:
         model = create_model_from_path(plan.model_path, **{k: v for k, v in options.items() if v is not None})
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise InputError(
-            f"the model {plan.model}, which cannot be loaded ({one_line(str(error))})",
-            "a causal language model as save_pretrained writes it",
-            "changing what is named; or another model",
+            f"Cannot load the model {plan.model}: {one_line(str(error))}",
+            "It must be a causal language model as save_pretrained writes it",
         ) from error
     tokenizer = load_tokenizer(plan.model_path, padding_side="left", **plan.origin)
-    own_stops = model.generation_config.eos_token_id
+    eos_token_id = model.generation_config.eos_token_id
     if plan.task.stop is not None:
         _end_at(plan.task.stop, model, tokenizer, args)
     try:
@@ -191,24 +189,23 @@ def _build(plan: RunPlan) -> tuple[RecordedTrainer, Any]:
         )
     except InputError:
         raise
-    except (ValueError, ImportError) as error:  # TRL's own checks
-        sentence = one_line(str(error))
-        raise InputError(f"settings that TRL refuses ({sentence})", "others", "changing what it names") from error
-    return trainer, own_stops
+    except (ValueError, ImportError) as error:  # raised by TRL
+        raise InputError(f"TRL rejected the configuration: {one_line(str(error))}", "Change these flags") from error
+    return trainer, eos_token_id
 
 
 def _seconds(folder: Path) -> float:
-    """What a run took up to now; run.json does not know it of one that was killed."""
+    """Seconds of a run until now, from its metrics if it was killed."""
     lines = Run(folder).metrics()
     return float(max(Run(folder).about["seconds"], lines[-1]["seconds"] if lines else 0.0))
 
 
 def _end_at(stop: str, model: Any, tokenizer: Any, args: TROLLConfig) -> None:
-    """Let a completion end at a string, which must be one token."""
+    """Let completions also end at a string, which must be one token."""
     token = stop_token(stop, tokenizer)
-    own = model.generation_config.eos_token_id
-    own = [] if own is None else own if isinstance(own, list) else [own]
-    model.generation_config.eos_token_id = [*own, token]
+    eos = model.generation_config.eos_token_id
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    model.generation_config.eos_token_id = [*eos, token]
     if args.use_vllm:
         args.generation_kwargs = {**(args.generation_kwargs or {}), "stop_token_ids": [token]}
 
@@ -248,14 +245,14 @@ def _settings(plan: RunPlan) -> Line:
     return {name: value for name, value in plan.args.to_dict().items() if not name.startswith(("push_", "hub_"))}
 
 
-class _GoesOn(TrainerCallback):
-    """Writes down that a run goes on once nothing has refused it, and how many updates it will have."""
+class _StatusTracker(TrainerCallback):
+    """Records in run.json that a run has started or resumed, and its number of updates."""
 
     def __init__(self, plan: RunPlan, main: bool) -> None:
         self.plan, self.main = plan, main
         self.began = False
         self.trainer: Any = None
-        self.found = Found()
+        self.checkpoint = Found()
         self.accepted: set[str] = set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -272,32 +269,32 @@ class _GoesOn(TrainerCallback):
         update_run(plan.folder, max_steps=state.max_steps, model={"name": plan.model, "parameters": parameters})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After the last update there is none left to lose but those since the last checkpoint."""
+        """Skip the checkpoint after the last update if it would be deleted."""
         if state.global_step >= state.max_steps and not self.plan.keep_checkpoints:
             control.should_save = False
 
     def _changes(self) -> list[str]:
-        """What was said, and what the trainer has let pass."""
-        if self.found.path is None:
+        """The changed flags, and the differences from the checkpoint that the trainer accepted."""
+        if self.checkpoint.path is None:
             return list(self.plan.changes)
         now = fingerprint(self.trainer)
-        before = stored_fingerprint(json.loads((self.found.path / STATE).read_bytes()), now)
+        before = stored_fingerprint(json.loads((self.checkpoint.path / STATE).read_bytes()), now)
         passed = differences(before, now)
         return [*self.plan.changes, *(x for x in passed if x not in self.plan.changes)]
 
 
 @contextmanager
-def _status(plan: RunPlan, main: bool) -> Iterator[_GoesOn]:
-    """Write down how it ended if it did not end well; a run that could not be gone on with stays as it was."""
-    goes_on = _GoesOn(plan, main)
+def _status(plan: RunPlan, main: bool) -> Iterator[_StatusTracker]:
+    """Record how a run failed. A run that could not be resumed stays unchanged."""
+    tracker = _StatusTracker(plan, main)
     try:
-        yield goes_on
+        yield tracker
     except BaseException as error:
         if main and not plan.resumes and not Run(plan.folder).metrics():
             shutil.rmtree(plan.folder)
-        elif main and (goes_on.began or not plan.resumes):
+        elif main and (tracker.began or not plan.resumes):
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            with suppress(OSError):  # a full disk, and then it is the error that counts
+            with suppress(OSError):  # on a full disk the original error matters
                 seconds = _seconds(plan.folder)
                 update_run(plan.folder, status=status, finished=timestamp(), seconds=seconds, error=str(error))
         raise

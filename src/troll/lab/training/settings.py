@@ -1,4 +1,4 @@
-"""What a run is told beyond TRL's and TROLL's settings, and the settings it has unless told otherwise."""
+"""The settings of a run besides those of TRL and TROLL, and the defaults of ``troll train``."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ DEFAULT_MODEL = "smollm2-135m"
 
 @dataclass
 class RunSettings:
-    """The task, the model, and where the run is kept."""
+    """The task, the model and the run folder."""
 
     model: str = field(
         default=DEFAULT_MODEL,
-        metadata={"help": "A folder, a name on the hub, or smollm2-135m: the model that comes with a package."},
+        metadata={"help": "A folder, a name on the hub, or smollm2-135m, the embedded model."},
     )
     task: str = field(
         default="arithmetic",
         metadata={
             "help": "arithmetic; gym:NAME for any task of reasoning-gym; gsm8k, math, mbpp, humaneval, code; a "
-            "Python file of your own; or data, for any data set with prompts and a --reward."
+            "Python file of your own; or data, for any dataset with prompts, together with --reward."
         },
     )
     data: str | None = field(
         default=None,
         metadata={"help": "Training problems: a .jsonl, .json, .parquet or .csv file, or a name on the hub."},
     )
-    eval_data: str | None = field(default=None, metadata={"help": "The same, for the held-out problems."})
+    eval_data: str | None = field(default=None, metadata={"help": "Held-out problems, in the same formats."})
     task_options: list[str] = field(
         default_factory=list,
         metadata={"help": "Options of the task as key=value, e.g. digits=2 operations=+-."},
@@ -35,46 +35,44 @@ class RunSettings:
     reward: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Reward functions in place of the task's own: module:function or file.py:function, each as TRL "
-            "takes them."
+            "help": "Reward functions in place of those of the task: module:function or file.py:function, with TRL's "
+            "signature."
         },
     )
     train_size: int | None = field(default=None, metadata={"help": "Use this many training problems."})
     eval_size: int | None = field(default=None, metadata={"help": "Use this many held-out problems."})
-    runs_dir: str = field(default="runs", metadata={"help": "The folder that has one folder per run."})
+    runs_dir: str = field(default="runs", metadata={"help": "The folder that contains the run folders."})
     resume: str | None = field(
         default=None,
         metadata={
-            "help": "Go on with this run (its name, or its folder), with the settings it has; with others only if "
-            "--allow_changes."
+            "help": "Resume this run (its name or folder) with its settings; other settings need --allow_changes."
         },
     )
     dry_run: bool = field(
         default=False,
-        metadata={"help": "Print the settings and what the run will need in memory and time, and stop."},
+        metadata={"help": "Print the settings and the estimated memory and time, and stop."},
     )
     allow_unsandboxed_code: bool = field(
         default=False,
-        metadata={
-            "help": "Where there is no sandbox, run what the model writes without one: it can then do to this machine "
-            "whatever you can."
-        },
+        metadata={"help": "If there is no sandbox, run model-written code without one, with all of your permissions."},
     )
-    engine: Literal["trl", "verl"] = field(default="trl", metadata={"help": "TRL, or verl on many machines."})
-    nodes: int = field(default=1, metadata={"help": "With verl: machines of the Ray cluster."})
-    gpus_per_node: int | None = field(default=None, metadata={"help": "With verl: of each; if not said, as here."})
-    rollout: Literal["vllm", "sglang"] = field(default="vllm", metadata={"help": "With verl: what generates."})
-    verl_overrides: list[str] = field(default_factory=list, metadata={"help": "With verl: its own keys, key=value."})
+    engine: Literal["trl", "verl"] = field(default="trl", metadata={"help": "TRL, or verl for many machines."})
+    nodes: int = field(default=1, metadata={"help": "With verl: number of machines in the Ray cluster."})
+    gpus_per_node: int | None = field(
+        default=None, metadata={"help": "With verl: GPUs per machine (default: as on this machine)."}
+    )
+    rollout: Literal["vllm", "sglang"] = field(default="vllm", metadata={"help": "With verl: the inference engine."})
+    verl_overrides: list[str] = field(default_factory=list, metadata={"help": "With verl: Hydra overrides, key=value."})
     save_model: bool = field(default=True, metadata={"help": "Keep the trained model with the run."})
     keep_checkpoints: bool = field(
         default=True,
-        metadata={"help": "Keep them when the run has finished; of smollm2-135m, only if you say so."},
+        metadata={"help": "Keep checkpoints after the run has finished (default for smollm2-135m: false)."},
     )
     write_report: bool = field(default=True, metadata={"help": "Write report.html at the end."})
 
 
 ONLY_VERL = ("nodes", "gpus_per_node", "rollout", "verl_overrides")
-"""Flags that TRL does not have."""
+"""Flags of verl only."""
 
 GENERAL: dict[str, Any] = {
     "learning_rate": 1e-6,
@@ -93,7 +91,7 @@ GENERAL: dict[str, Any] = {
     "save_total_limit": 2,
     "seed": 0,
 }
-"""The authors' settings but for the bound, with measurements on; for a model of a billion weights or more on a GPU."""
+"""The settings of the paper except the bound, with KL measurement, for models of 1 B parameters or more on a GPU."""
 
 SMALL: dict[str, Any] = {
     "learning_rate": 5e-6,
@@ -109,14 +107,14 @@ SMALL: dict[str, Any] = {
     "save_steps": 40,
     "save_total_limit": 1,
 }
-"""For the embedded model: rollouts of 64 completions, 8 updates on each, minutes on a laptop. With so few completions,
-the regression term at 1, the default, outweighs what is learnt (``experiments/regression``)."""
+"""For the embedded model: rollouts of 64 completions with 8 updates each, minutes on a laptop. With so few completions,
+a regression coefficient of 1, the default, outweighs the policy gradient (``experiments/regression``)."""
 
 
 def defaults(model: str, task_settings: dict[str, Any], has_gpu: bool, engine: str = "trl") -> dict[str, Any]:
-    """The settings of a run that was told nothing else."""
+    """The default settings of a run."""
     settings = GENERAL | (SMALL if model == DEFAULT_MODEL else {}) | task_settings
     if engine == "verl":
-        settings.pop("warmup_steps", None)  # verl's goes by rollouts, and the first would be at rate 0
-        return settings if has_gpu else settings | {"use_cpu": True}  # the GPUs may be those of a cluster
+        settings.pop("warmup_steps", None)  # verl counts rollouts, and the first would have learning rate 0
+        return settings if has_gpu else settings | {"use_cpu": True}  # the GPUs may be in a cluster
     return settings if has_gpu else settings | {"use_cpu": True, "bf16": False}
