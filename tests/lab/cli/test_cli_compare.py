@@ -59,7 +59,7 @@ def test_a_comparison_interrupted_continued_broken_and_mended(tmp_path, capsys):
     assert process.returncode == 130, out + err
     assert err.count("Stopping after the updates at hand, with checkpoints.") == 1
     assert re.findall(r"^(.*): (started|interrupted)$", out, re.MULTILINE)[:2] == [(name, "started") for name in names]
-    assert f"Interrupted. Go on with: troll compare --resume {folder}" in out
+    assert f"Interrupted. Resume with: troll compare --resume {folder}" in out
     for name in names:
         assert Run.open(folder / name).about["status"] == "interrupted"
         assert (folder / name / "checkpoint-1").is_dir()
@@ -92,8 +92,8 @@ def test_a_comparison_interrupted_continued_broken_and_mended(tmp_path, capsys):
     assert main(["compare", "--resume", str(folder)]) == 1
     out = capsys.readouterr().out
     assert "troll-0: finished before, held-out reward" in out
-    assert f"none-0: failed; the others go on. It said, in {folder / 'none-0.log'}:" in out
-    assert re.search(r"^  troll: given: --run_name none-0, which .* has already", out, re.MULTILINE)
+    assert f"none-0: failed; the other runs continue. Last lines of {folder / 'none-0.log'}:" in out
+    assert re.search(r"^  troll: The run folder .*none-0 exists already", out, re.MULTILINE)
     assert f"Missing: none-0. Try again with: troll compare --resume {folder}" in out
     assert "No verdict: no two arms have a finished run with the same seed." in out
     assert conclude(folder)["missing"] == ["none-0"]
@@ -134,14 +134,14 @@ REFUSED = {
     "--seeds -1": "the seed -1",
     "--seeds x": "--seeds",
     "--jobs 0": "--jobs 0",
-    "--seed 3": "try: --seeds 3",
+    "--seed 3": "Use --seeds 3",
     "--trust_region clip": "--trust_region for all runs",
     "--epsilon_high 0.3": "--epsilon_high for all runs",
-    "--save_model true": "try: --keep_models true",
-    "--keep_checkpoints true": "try: --keep_models true",
+    "--save_model true": "Use --keep_models true",
+    "--keep_checkpoints true": "Use --keep_models true",
     "--write_report true": "--write_report for all runs",
     "--measure_kl false": "--measure_kl for all runs",
-    "--no_such_flag 1": "the unknown flag --no_such_flag",
+    "--no_such_flag 1": "Unknown flag --no_such_flag",
     "--kl_bound -1": "kl_bound=-1",
     "--num_generations 7": "divisible by num_generations",
 }
@@ -164,11 +164,11 @@ def test_what_cannot_be_compared_is_one_sentence(given, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--task", "nowhere.py"], "nowhere.py, which does not exist"),
+        (["--task", "nowhere.py"], "The file nowhere.py does not exist"),
         (["--model", "./nowhere"], "model './nowhere'"),
         (["--run_name", "../up"], "the run name '../up'"),
         (["--resume", "nowhere"], "the folder or name of a comparison"),
-        (["--reward", "nowhere.py:f"], "nowhere.py, which does not exist"),
+        (["--reward", "nowhere.py:f"], "The file nowhere.py does not exist"),
     ],
 )
 def test_what_is_not_there_is_said_before_any_run(more, said, tmp_path, capsys):

@@ -21,7 +21,7 @@ from troll.rewards.sandbox import UNSANDBOXED_VARIABLE, isolation, sandbox
 from troll.rewards.selftest import suite
 from troll.rewards.selftest.attack import Attack
 
-READY = "Nothing: everything `troll train` needs is here."
+READY = "Nothing: `troll train` is ready to run."
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_machine_that_is_ready(capsys: pytest.CaptureFixture[str], declare: An
     declare("troll_rl", "9", "Requires-Python: >=3.11", "Requires-Dist: torch>=2.10")
     code, text = printed(capsys)
     assert code == 0
-    assert READY in text.splitlines()[-1] or f"  {READY} For more:" in text.splitlines()
+    assert READY in text.splitlines()[-1] or f"  {READY} Optional:" in text.splitlines()
     for line in (
         f"torch {metadata.version('torch')} ok wants >=2.10 for everything",
         f"python {platform.python_version()} ok wants >=3.11 for everything",
@@ -161,7 +161,7 @@ def test_what_is_optional_only_earns_advice(capsys: pytest.CaptureFixture[str], 
         "reason": "wandb is 0.1, for --report_to wandb",
         "needed": False,
     } in (report["steps"])
-    assert f"{READY} For more:" in printed(capsys)[1]
+    assert f"{READY} Optional:" in printed(capsys)[1]
 
 
 @pytest.mark.usefixtures("converted")
@@ -174,7 +174,7 @@ def test_a_package_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypat
     assert "no-such-package is missing, for nothing" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["no-such-package", "–", "missing", "for", "nothing"] in rows
-    assert ["nor-this", "–", "not", "here", "for", "nothing"] in rows
+    assert ["nor-this", "–", "not", "installed", "for", "nothing"] in rows
     assert "install nor-this" not in text
 
 
@@ -263,22 +263,21 @@ def test_the_variable_decides_and_is_named(capsys: pytest.CaptureFixture[str], m
 
 
 @pytest.mark.usefixtures("converted", "on_cpu")
-@pytest.mark.parametrize(
-    ("value", "given"),
-    [("fast", "given: TROLL_IMPL='fast'; expected: 'auto' or "), ("triton", "given: TROLL_IMPL=triton where tensors ")],
-)
+@pytest.mark.parametrize("value", ["fast", "triton"])
 def test_a_variable_that_cannot_be_is_said_and_undone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str, given: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("TROLL_IMPL", value)
     code, line, to_do = kernels_of(capsys)
     assert code == 1  # so would training end
-    assert line.startswith(f"none: {given}")
+    assert line.startswith("none: ")
+    assert "TROLL_IMPL" in line
+    assert value in line
     at = to_do.index("  1. unset TROLL_IMPL")
-    assert to_do[at + 1].startswith(f"     ({given}")
+    assert value in to_do[at + 1]
     _, report, _ = found(capsys)
     assert (report["ready"], report["kernels"]["impl"]) == (False, None)
-    assert report["kernels"]["why"].startswith(given)
+    assert value in report["kernels"]["why"]
 
 
 @pytest.fixture
@@ -315,7 +314,7 @@ def test_with_landlock_bubblewrap_is_better(
     code, report, _ = found(capsys)
     assert (code, report["sandbox"]["usable"], report["sandbox"]["name"]) == (0, True, "landlock")
     assert list(advised(report)) == ["apt install bubblewrap"]
-    assert advised(report)["apt install bubblewrap"].startswith("faster and tighter than Landlock, in which ")
+    assert advised(report)["apt install bubblewrap"].startswith("faster and stricter than Landlock, ")
     sandbox._tried.cache_clear()
     (for_everybody / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2; exit 1\n")
     (for_everybody / "bwrap").chmod(0o755)
@@ -425,7 +424,7 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="--isolation must be bubblewrap or landlock, got tent"):
         doctor.run(["--attack", "--isolation", "tent"])
     for argv in (["--jsn"], ["extra"], ["--isolation", "landlock"]):
-        with pytest.raises(InputError, match=r"try: troll doctor --help"):
+        with pytest.raises(InputError, match=r"See troll doctor --help"):
             doctor.check(argv)
     with pytest.raises(SystemExit) as stopped:
         doctor.run(["--help"])

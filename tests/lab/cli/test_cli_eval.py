@@ -144,7 +144,7 @@ def test_what_is_not_there(trained, tmp_path, capsys):
         assert main(["eval", *words]) == 2
         return capsys.readouterr().err
 
-    assert "which is no run in" in refused("nowhere", "--runs_dir", str(tmp_path))
+    assert "There is no run 'nowhere' in" in refused("nowhere", "--runs_dir", str(tmp_path))
     assert "model './nowhere'" in refused("--model", "./nowhere")
     assert "the task 'nothing'" in refused("--model", str(shared() / "model"), "--task", "nothing")
     assert "--problems 9; the run held out, and more may have been trained on, 8" in refused(
@@ -158,7 +158,7 @@ def test_what_is_not_there(trained, tmp_path, capsys):
     for status, hint in (("finished", "--save_model false"), ("interrupted", f"troll train --resume {bare}")):
         (bare / "run.json").write_text(json.dumps({**trained.about, "status": status}))
         said = refused(str(bare))
-        assert "which has no model" in said
+        assert "has no trained model" in said
         assert hint in said
     several = tmp_path / "several"
     several.mkdir()

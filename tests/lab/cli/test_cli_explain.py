@@ -98,9 +98,9 @@ def test_an_empty_run_and_one_that_is_none(runs: Path, capsys: pytest.CaptureFix
             (folder / name).unlink()
     out = explained(capsys, "x")
     assert "No update was logged." in out
-    assert "None that a rule knows." in out
+    assert "None detected." in out
     assert main(["explain", "nowhere"]) == 2
-    assert "try: one of x" in capsys.readouterr().err
+    assert "It has: x." in capsys.readouterr().err
     (folder / "run.json").write_text('{"format": 1, "name": "x"}')
     assert explained(capsys, "x").splitlines()[1].startswith("  x: it cannot be read")
 
@@ -119,7 +119,7 @@ def test_help_teaches_and_flags_are_checked(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
     shown = capsys.readouterr().out
-    for part in ("troll explain runs/a runs/b", "--json", "A warning is something to change", "--runs_dir"):
+    for part in ("troll explain runs/a runs/b", "--json", "A warning asks for a change", "--runs_dir"):
         assert part in shown
     check_command(["explain", "a", "b", "--json"])
     check_command(["explain", "--help"])

@@ -80,7 +80,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     assert not (run.path / "model").exists()
     out, err = capfd.readouterr()
     assert "Stopping after this update, with a checkpoint. Once more to stop at once." in err
-    assert out.splitlines()[-1].endswith(f"Go on with: troll train --resume {shlex.quote(str(run.path))}")
+    assert out.splitlines()[-1].endswith(f"Resume with: troll train --resume {shlex.quote(str(run.path))}")
     took = run.about["seconds"]
 
     monkeypatch.delenv("SIGNAL_AT")
@@ -184,9 +184,9 @@ def test_a_signal_from_outside(number: int, tmp_path: Path, straight: Straight) 
     (tmp_path / "go").touch()
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
-    assert out.splitlines()[-1].startswith("Interrupted, with a checkpoint. Go on with: troll train --resume ")
+    assert out.splitlines()[-1].startswith("Interrupted; a checkpoint was saved. Resume with: troll train --resume ")
     assert run.about["status"] == "interrupted"
-    command = shlex.split(out.splitlines()[-1].partition("Go on with: troll ")[2])
+    command = shlex.split(out.splitlines()[-1].partition("Resume with: troll ")[2])
     assert main(command) == 0
     assert_same(run, straight("waits", "4"))
 
@@ -207,7 +207,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, straight: Straight, capsy
     assert len(run.metrics()) == 4
     assert not list(run.path.glob("checkpoint-*"))
     assert main(["train", "--resume", str(run.path)]) == 0
-    assert "the run begins again, from update 0" in capsys.readouterr().out
+    assert "the run restarts from update 0" in capsys.readouterr().out
     assert_same(run, straight("waits", "4"))
 
 

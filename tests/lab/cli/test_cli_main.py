@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +47,8 @@ def test_the_program_and_the_module_are_the_same() -> None:
 def test_an_unknown_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 2
     err = capsys.readouterr().err
-    assert err == f"troll: given: the command {command!r}; expected: {' or '.join(COMMANDS)}; try: troll --help\n"
+    fix = "Did you mean `troll train`?" if command == "trian" else f"The commands are {', '.join(COMMANDS)}."
+    assert err == f"troll: There is no command {command!r}. {fix}\n"
     if command != "":
         with pytest.raises(InputError):
             check_command([command])
@@ -60,15 +60,19 @@ def raising(error: BaseException) -> Any:
     def run(argv: Sequence[str]) -> int:
         raise error
 
-    return SimpleNamespace(run=run)
+    return run
 
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (InputError("a", "b", "c"), 2, "troll: given: a; expected: b; try: c\n"),
-        (InputError("a\n\x1b]0;t\x07b\r", "\u202eb", "c\x00"), 2, "troll: given: a ]0;t b ; expected: b; try: c\n"),
-        (ModuleNotFoundError("no", name="rich"), 2, "troll: rich is missing; try: pip install 'troll-rl[train]'\n"),
+        (InputError("a", "b"), 2, "troll: a. b.\n"),
+        (InputError("a\n\x1b]0;t\x07b\r", "\u202eb\x00c"), 2, "troll: a ]0;t b . b c.\n"),
+        (
+            ModuleNotFoundError("no", name="rich"),
+            2,
+            "troll: the package rich is missing. Run: pip install 'troll-rl[train]'\n",
+        ),
         (KeyboardInterrupt(), 130, "troll: stopped\n"),
         (BrokenPipeError(), 0, ""),
     ],
@@ -76,14 +80,14 @@ def raising(error: BaseException) -> Any:
 def test_what_becomes_of_errors(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("troll.lab.cli.main"), "_module", lambda command: raising(error))
+    monkeypatch.setattr(importlib.import_module("troll.lab.cli.main"), "_function", lambda *_: raising(error))
     assert main(["train"]) == code
     assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("no", name="troll.missing"), RuntimeError("a bug")])
 def test_a_bug_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("troll.lab.cli.main"), "_module", lambda command: raising(error))
+    monkeypatch.setattr(importlib.import_module("troll.lab.cli.main"), "_function", lambda *_: raising(error))
     with pytest.raises(type(error)):
         main(["train"])
 
@@ -95,7 +99,7 @@ def test_a_terminal_without_the_characters_gets_question_marks(monkeypatch: pyte
     assert main(["größe"]) == 2
     assert main(["--help"]) == 0
     error.flush()
-    assert error.buffer.getvalue().startswith(b"troll: given: the command 'gr??e'")  # type: ignore[attr-defined]
+    assert error.buffer.getvalue().startswith(b"troll: There is no command 'gr??e'")  # type: ignore[attr-defined]
 
 
 def test_check_command_runs_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +123,7 @@ def test_a_disk_that_fails_is_one_sentence(
     monkeypatch.setattr("troll.lab.cli.runs.run", fail)
     assert main(["runs"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"troll: runs/x/metrics.jsonl cannot be written or read ({os.strerror(number)}); ")
+    assert said.startswith(f"troll: cannot read or write runs/x/metrics.jsonl: {os.strerror(number)}. ")
     assert said.count("\n") == 1
 
 

@@ -75,12 +75,12 @@ def test_the_last_good_checkpoint(
         *most, last = file.read_bytes()
         file.write_bytes(bytes([*most, last ^ 1]))
     assert resume(early) == 0
-    said = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("checkpoint", "Going", "There is no"))]
+    said = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("checkpoint", "Resuming", "There is no"))]
     passed = [f"checkpoint-{step} is passed over: model.safetensors is damaged" for step in sorted(damaged)[::-1]]
     assert [line.partition(":")[0] for line in said[: len(passed)]] == [x.partition(":")[0] for x in passed]
     good = [step for step in (2, 3) if step not in damaged]
-    none = "There is no checkpoint to go on from: the run begins again, from update 0."
-    assert said[len(passed) :] == [f"Going on from checkpoint-{good[-1]}." if good else none]
+    none = "There is no checkpoint: the run restarts from update 0."
+    assert said[len(passed) :] == [f"Resuming from checkpoint-{good[-1]}." if good else none]
     assert_same(early, straight)
     assert "error" not in early.about
 
@@ -94,7 +94,7 @@ def test_a_run_that_keeps_no_checkpoints_begins_again(
     monkeypatch.delenv("FAIL_AT")
     assert resume(Run(path)) == 0
     out = capsys.readouterr().out
-    assert "the run begins again, from update 0." in out
+    assert "the run restarts from update 0." in out
     assert "It keeps none (save_strategy: no): --save_strategy steps --save_steps 32 keeps one" in out
     assert_same(Run(path), straight)
 
@@ -327,7 +327,8 @@ def test_a_signal_while_the_model_is_loaded(
     assert not list((tmp_path / "new").iterdir())
     before = files(early)
     assert resume(early) == 130
-    said = f"Stopped at once. The last good checkpoint is checkpoint-3. Go on with: troll train --resume {early.path}"
+    command = f"troll train --resume {early.path}"
+    said = f"Stopped immediately. The last valid checkpoint is checkpoint-3. Resume with: {command}"
     assert capsys.readouterr().out.splitlines()[-1] == said
     assert files(early) == before
 
@@ -354,11 +355,11 @@ def test_a_second_signal_while_something_is_saved(
         assert resume(early, *more) == 130
     out, err = capsys.readouterr()
     assert err.endswith("troll: stopped\n")
-    assert f"The last good checkpoint is checkpoint-{step}. Go on with: troll train" in out.splitlines()[-1]
+    assert f"The last valid checkpoint is checkpoint-{step}. Resume with: troll train" in out.splitlines()[-1]
     assert early.about["status"] == "interrupted"
     assert not (early.path / "model").exists()
     assert resume(early) == 0
-    assert f"Going on from checkpoint-{step}" in capsys.readouterr().out or place == "a checkpoint"
+    assert f"Resuming from checkpoint-{step}" in capsys.readouterr().out or place == "a checkpoint"
     assert_same(early, straight)
     assert not [x.name for x in early.path.iterdir() if x.name.startswith((".staging", ".model"))]
 

@@ -46,6 +46,7 @@ def root(tmp_path: Path) -> Path:
 def test_every_run_is_a_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--runs_dir", str(root)]) == 0
     rows = {line.split("\t")[0]: line.split("\t")[1:] for line in capsys.readouterr().out.splitlines()}
+    assert rows.pop("name") == ["state", "updates", "reward", "age", "size", "note"]
     assert rows.keys() == {"done", "killed", "sad", "bad"}
     assert rows["done"][:3] == ["finished", "40/80", "0.500"]
     assert rows["done"][-1] == "–"
@@ -67,7 +68,7 @@ def test_on_a_terminal_it_is_a_table(
     out = capsys.readouterr().out
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
     assert "\x1b" in out
-    assert plain.splitlines()[0].split() == ["name", "state", "updates", "reward", "age", "size"]
+    assert plain.splitlines()[0].split() == ["name", "state", "updates", "reward", "age", "size", "note"]
     assert re.search(r"^killed +killed +40/80 +0\.500 .* resumes from update 32 *$", plain, re.MULTILINE)
 
 
@@ -90,11 +91,11 @@ def test_one_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said[0] == "killed: killed"
     assert any(re.search(r"checkpoint-16 .*  good$", line) for line in said)
     assert any(re.search(r"checkpoint-32 .*  weights has 999 of its 1000 bytes$", line) for line in said)
-    assert said[-1] == f"Go on with, from update 16: troll train --resume {root / 'killed'}"
+    assert said[-1] == f"Resume from update 16: troll train --resume {root / 'killed'}"
     assert main(["runs", str(root / "done")]) == 0
     out = capsys.readouterr().out
     assert "no checkpoints" in out
-    assert "Go on" not in out
+    assert "Resume" not in out
 
 
 def test_one_that_failed_says_why_and_cannot_do_anything_to_a_terminal(
@@ -115,20 +116,20 @@ def test_a_comparison(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     about = {"format": 1, "name": "c", "task": {"name": "t"}, "model": {"name": "m"}, "seeds": [0], "measures": []}
     write_json(folder / "comparison.json", {**about, "arms": [{"arm": "troll", "runs": ["troll-0", "troll-1"]}]})
     assert main(["runs", "--runs_dir", str(root)]) == 0
-    assert re.search(r"^c\tinterrupted\t1/2 runs\t.*\tgo on with --resume$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^c\tinterrupted\t1/2 runs\t.*\tresume with --resume$", capsys.readouterr().out, re.MULTILINE)
     assert main(["runs", "c", "--runs_dir", str(root)]) == 0
     out = capsys.readouterr().out
     assert "  troll-0  finished  40/80" in out
-    assert out.splitlines()[-2] == f"Go on with: troll compare --resume {folder}"
+    assert out.splitlines()[-2] == f"Resume: troll compare --resume {folder}"
 
 
 def test_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--runs_dir", str(tmp_path / "runs")]) == 0
-    assert "`troll train` makes one" in capsys.readouterr().out
+    assert "`troll train` starts one" in capsys.readouterr().out
     assert main(["runs", "--json", "--runs_dir", str(tmp_path / "runs")]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["runs", "x", "--runs_dir", str(tmp_path / "runs")]) == 2
-    assert "'x', which is no run" in capsys.readouterr().err
+    assert "There is no run or comparison 'x'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -152,4 +153,11 @@ def test_no_trainer_is_loaded(root: Path) -> None:
     )
     modules = set(done.stdout.splitlines()[-1].split())
     assert "troll.lab.runs.listing" in modules
-    assert not modules & {"trl", "transformers", "accelerate", "datasets", "troll.lab.training.run", "troll.trl"}
+    assert not modules & {
+        "trl",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "troll.lab.training.run",
+        "troll.trl.trainer",
+    }

@@ -503,7 +503,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_update(tmp_path: Path
         0,
         "Stopping after this update, with a checkpoint. Once more to stop at once.",
     )
-    assert "Go on with: troll train --resume" in out
+    assert "Resume with: troll train --resume" in out
     assert Run.open(tmp_path / "two").about["status"] == "interrupted"
     rollouts = {x.name for x in (tmp_path / "two" / "checkpoint-1").glob("troll_rollout_*")}
     assert rollouts == {"troll_rollout_00000.safetensors", "troll_rollout_00001.safetensors"}

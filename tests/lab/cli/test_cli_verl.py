@@ -125,7 +125,7 @@ def test_a_run_that_failed_goes_on(
     assert (run.about["status"], [line["step"] for line in run.metrics()]) == ("finished", [4, 8])
     assert run.metrics()[-1]["seconds"] == 6.0
     assert main(["train", "--resume", "x", "--runs_dir", str(tmp_path / "runs")]) == 2
-    assert "which is finished" in capsys.readouterr().err
+    assert "is finished and cannot be resumed" in capsys.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_begins_again(
@@ -160,7 +160,7 @@ def test_without_a_gpu(
 ):
     monkeypatch.delenv("VERL_PLATFORM")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert "without a GPU" in said(flags(tmp_path, *VERL), capsys)
+    assert "this machine has none" in said(flags(tmp_path, *VERL), capsys)
     assert not list(tmp_path.glob("runs*"))
     assert main(flags(tmp_path, *VERL, "--dry_run")) == 0
     monkeypatch.setenv("RAY_ADDRESS", "auto")
@@ -176,14 +176,14 @@ def test_in_several_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stand_in: None
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "verl starts its own" in said(flags(tmp_path, *VERL), capsys)
+    assert "verl starts its processes itself" in said(flags(tmp_path, *VERL), capsys)
 
 
 @pytest.mark.parametrize(
     "more", [["--nodes", "2"], ["--gpus_per_node", "2"], ["--rollout", "vllm"], ["--verl_overrides", "a=1"]]
 )
 def test_flags_of_verl_are_refused_by_TRL(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert f"{more[0]} with --engine trl" in said(flags(tmp_path, *more), capsys)
+    assert f"{more[0]} needs --engine verl" in said(flags(tmp_path, *more), capsys)
     with pytest.raises(InputError, match="--engine verl"):
         check_command(["train", *more])
 
