@@ -60,13 +60,13 @@ def _rows(n: int) -> str:
 
 
 CASES: dict[str, Case] = {
-    "model path": (_plain("--model", "./nowhere"), r"'./nowhere'.*no folder"),
+    "model path": (_plain("--model", "./nowhere"), r"There is no model folder './nowhere'"),
     "model name": (_plain("--model", "a b/c!"), r"'a b/c!'.*hub name"),
     "model offline": (_plain("--model", "nobody/nothing"), r"nobody/nothing.*cannot be reached.*smollm2-135m"),
     "model weights": (_broken_weights, r"Cannot load the model .*broken"),
     "task": (_plain("--task", "arithmetics"), r"There is no task 'arithmetics'. Did you mean 'arithmetic'"),
-    "task option": (_plain("--task_options", "digits"), r"the task option 'digits'.*key=value"),
-    "task option name": (_plain("--task_options", "digit=2"), r"digit=2.*digits=1"),
+    "task option": (_plain("--task_options", "digits"), r"The task option 'digits' is not of the form key=value"),
+    "task option name": (_plain("--task_options", "digit=2"), r"no option 'digit'. Did you mean 'digits'"),
     "flag": (_plain("--kl_bund", "1"), r"Unknown flag --kl_bund on the command line. Did you mean --kl_bound"),
     "flag with dashes": (_plain("--max-stepz=3"), r"Unknown flag --max-stepz=3 .*Did you mean --max_steps"),
     "word": (_plain("--seed", "1", "arithmetic"), r"Unknown flag arithmetic on the command line"),
@@ -78,14 +78,17 @@ CASES: dict[str, Case] = {
     "no file": (_config(None), r"Cannot read --config .*c.yaml: No such file"),
     "binary file": (_config(b"\xff\xfe\x00"), r"c.yaml is not valid YAML"),
     "not YAML": (_config("a: [1"), r"c.yaml is not valid YAML.*line 1"),
-    "a list": (_config("- kl_bound\n"), r"c.yaml with a list in it.*flag: value"),
-    "empty file": (_config(""), r"c.yaml with a NoneType in it"),
+    "a list": (_config("- kl_bound\n"), r"c.yaml contains a list, not flags"),
+    "empty file": (_config(""), r"c.yaml contains a NoneType, not flags"),
     "key": (_config("kl_bund: 1\n"), r"Unknown flag --kl_bund in .*c.yaml.*--kl_bound"),
     "number as key": (_config("1: 1\n"), r"Unknown flag --1 in .*c.yaml"),
     "type of a key": (_config("kl_bound: small\n"), r"c.yaml: kl_bound must be a number, got 'small'"),
     "list of a key": (_config("kl_bound: [1, 2]\n"), r"c.yaml: kl_bound must be a number, got \[1, 2\]"),
-    "choice of a key": (_config("trust_region: ppo\n"), r"c.yaml, where trust_region is 'ppo'.*troll or clip or none"),
-    "switch of a key": (_config("save_model: maybe\n"), r"c.yaml, where save_model is 'maybe'.*true or false"),
+    "choice of a key": (
+        _config("trust_region: ppo\n"),
+        r"c.yaml: trust_region must be troll or clip or none",
+    ),
+    "switch of a key": (_config("save_model: maybe\n"), r"c.yaml: save_model must be true or false, got 'maybe'"),
     "file in a file": (_config("config: d.yaml\n"), r"Unknown flag --config in .*c.yaml"),
     "TRL's name of the model": (_plain("--model_name_or_path", "x"), r"no effect here\. Use --model\.$"),
     "TRL's folder": (_plain("--output-dir=x"), r"--output_dir has no effect here.*--runs_dir and --run_name"),
@@ -94,17 +97,17 @@ CASES: dict[str, Case] = {
     "broken data": (_data(_rows(3) + '{"prompt": \n' + _rows(3)), r"problems.jsonl(:|, line )4"),
     "data without prompts": (_data(_rows(2) + '{"question": "?"}\n'), r"problems.jsonl(:|, line )3"),
     "little data": (_data(_rows(5), "--eval_size", "1"), r"4 .*rollout|rollout.* 4"),
-    "no data": (_plain("--task", "data"), r'"data" without data.*--data'),
+    "no data": (_plain("--task", "data"), r"--task data needs --data"),
     "reward that fails": (_plain(reward="fails"), r"the reward fails, which raised RuntimeError: cannot \[31mjudge"),
     "reward of another length": (_plain(reward="short"), r"the reward short, which returned 1 rewards for 8"),
     "reward of another type": (_plain(reward="text"), r"reward 'good' from 'text' for completion 0"),
-    "reward that is not there": (_plain(reward="nothing"), r"rewards.py has nothing of that name"),
+    "reward that is not there": (_plain(reward="nothing"), r"rewards.py defines no function 'nothing'"),
     "name up": (_plain("--run_name", "../x"), r"the run name '../x'.*--runs_dir"),
     "name below": (_plain("--run_name", "a/b"), r"the run name 'a/b'"),
     "empty name": (_plain("--run_name", ""), r"the run name ''"),
     "name of the parent": (_plain("--run_name", ".."), r"the run name '..'"),
     "long name": (_plain("--run_name", "x" * 101), r"at most 100"),
-    "runs below a file": (_file_in_the_way, r"file/runs/arithmetic-troll, which cannot be made \(Not a directory\)"),
+    "runs below a file": (_file_in_the_way, r"cannot create .*file/runs/arithmetic-troll \(Not a directory\)"),
     "resume nothing": (lambda runs: ["train", "--resume", "x", "--runs_dir", str(runs)], r"There is no run 'x'"),
     "resume a path": (lambda runs: ["train", "--resume", str(runs / "x")], r"There is no run '.*/x'"),
     "resume up": (lambda runs: ["train", "--resume", "..", "--runs_dir", str(runs)], r"'\.\.'"),
@@ -171,4 +174,4 @@ def test_a_config_that_was_changed_by_hand_is_checked_on_resume(
     config = run.path / "config.yaml"
     config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "kl_bound": "wide"}))
     assert main(["train", "--resume", str(run.path)]) == 2
-    assert "config.yaml, where kl_bound is 'wide'" in capsys.readouterr().err
+    assert "config.yaml: kl_bound must be a number, got 'wide'" in capsys.readouterr().err

@@ -118,15 +118,15 @@ def test_an_adapter_is_put_on_its_base(trained, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "neither a run nor --model"),
-        (["x", "--model", "y"], "the run x and --model"),
-        (["x", "--task", "arithmetic"], "the run x with --task"),
-        (["x", "--samples", "4", "--k", "8"], "--k 8 with --samples 4"),
-        (["x", "--k", "0"], "--k 0"),
-        (["x", "--k", "1", "1"], "every k once"),
-        (["x", "--problems", "0"], "--problems 0"),
+        ([], "Pass a run or --model"),
+        (["x", "--model", "y"], "Pass either the run x or --model"),
+        (["x", "--task", "arithmetic"], "--task cannot be set for a run"),
+        (["x", "--samples", "4", "--k", "8"], "--k must be between 1 and the number of samples, 4, got 8"),
+        (["x", "--k", "0"], "--k must be between 1 and the number of samples, 8, got 0"),
+        (["x", "--k", "1", "1"], "--k 1 1 repeats a value"),
+        (["x", "--problems", "0"], "--problems must be at least 1, got 0"),
         (["x", "--samples", "none"], "invalid int value"),
-        (["x", "--batch_size", "-3"], "--batch_size -3"),
+        (["x", "--batch_size", "-3"], "--batch_size must be at least 1, got -3"),
         (["x", "--top_p", "0.9"], "--top_p"),
     ],
 )
@@ -145,7 +145,7 @@ def test_what_is_not_there(trained, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "There is no run 'nowhere' in" in refused("nowhere", "--runs_dir", str(tmp_path))
-    assert "model './nowhere'" in refused("--model", "./nowhere")
+    assert "no model folder './nowhere'" in refused("--model", "./nowhere")
     assert "the task 'nothing'" in refused("--model", str(shared() / "model"), "--task", "nothing")
     assert "--problems 9; the run held out, and more may have been trained on, 8" in refused(
         str(trained.path), "--problems", "9"
@@ -177,4 +177,4 @@ def test_help(capsys):
     out = capsys.readouterr().out
     for example in re.findall(r"^  troll (eval.*?)(?:  .*)?$", out, re.MULTILINE):
         check_command(example.split())
-    assert "Wilson's where every problem counts 0 or 1, else a bootstrap" in out
+    assert "95 % confidence intervals over problems" in out

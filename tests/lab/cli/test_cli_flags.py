@@ -196,3 +196,12 @@ def test_flags_of_another_command() -> None:
     assert flags.own(More).jobs == 3
     with pytest.raises(InputError, match="troll other --help"):
         Flags(["--jobs", "x"], prog="troll other", extra=[More])
+
+
+def test_the_config_of_an_older_run_is_read_with_the_present_names(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("held_out_size: 4\ndangerously_run_code_unsandboxed: true\nseed: 3\n")
+    with pytest.raises(InputError, match="Unknown flag --held_out_size"):
+        Flags(["--config", str(tmp_path / "c.yaml")])
+    (tmp_path / "run.json").write_text("{}")
+    flags = Flags(["--config", str(tmp_path / "c.yaml")])
+    assert (flags.run().eval_size, flags.run().allow_unsandboxed_code, flags.value("seed", 0)) == (4, True, 3)

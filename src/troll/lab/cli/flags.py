@@ -17,14 +17,26 @@ from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig
 
 from troll.errors import InputError
+from troll.lab.runs.folder import ABOUT, COMPARISON
 from troll.lab.runs.formatting import one_line
 from troll.lab.training.settings import DEFAULT_MODEL, RunSettings
 from troll.trl import TROLLConfig
+from troll.trl.robust.fingerprint import translate_settings
 
 SHOWN = {  # in --help
     "run": (*(field.name for field in dataclasses.fields(RunSettings)), "allow_changes"),
     "trust region": (
-        *("trust_region", "kl_bound", "regression_coef", "max_support", "tail", "advantage_estimator", "measure_kl"),
+        *(
+            "trust_region",
+            "preset",
+            "kl_bound",
+            "kl_bound_schedule",
+            "regression_coef",
+            "max_support",
+            "tail",
+            "advantage_estimator",
+            "measure_kl",
+        ),
     ),
     "training, as in TRL": (
         *("learning_rate", "max_steps", "num_train_epochs", "updates_per_generation", "num_generations"),
@@ -184,6 +196,8 @@ class Flags:
             raise InputError(f"--config {path} is not valid YAML: {one_line(str(error))}", example) from None
         if not isinstance(values, dict):
             raise InputError(f"--config {path} contains a {type(values).__name__}, not flags", example)
+        if any((path.parent / name).is_file() for name in (ABOUT, COMPARISON)):  # perhaps of an earlier version
+            values = translate_settings(values)
         tokens = []
         for key, value in values.items():
             name = str(key).replace("-", "_")
