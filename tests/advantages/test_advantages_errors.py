@@ -40,9 +40,8 @@ def refuse(given, expected, hint, function, *args, **kwargs):
     """Call, and compare all three parts of the refusal; ``hint`` may be a part of it."""
     with pytest.raises(InputError) as error:
         function(*args, **kwargs)
-    assert error.value.given == given
-    assert error.value.expected == expected
-    assert hint in error.value.hint
+    assert error.value.problem == f"Got {given}, expected {expected}"
+    assert hint in error.value.fix
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------

@@ -137,27 +137,26 @@ def test_linear_and_blind_to_the_order_of_sequences(rule, seed, B, T):
 def test_max_length_belongs_to_the_constant_rule_alone(rule, max_length, given):
     with pytest.raises(InputError) as error:
         aggregate(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), rule, max_length=max_length)
-    assert error.value.given == given
-    assert error.value.expected == "max_length with 'constant', and only there"
-    assert "the longest completion" in error.value.hint
+    assert error.value.problem == f"Got {given}, expected max_length with 'constant', and only there"
+    assert "the longest completion" in error.value.fix
 
 
 def test_an_unknown_rule():
     with pytest.raises(InputError) as error:
         aggregate(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), "seq-mean")
-    assert error.value.given == "aggregation='seq-mean'"
-    assert error.value.expected == "'token_mean' or 'sequence_mean' or 'sequence_sum' or 'constant'"
-    assert error.value.hint == "aggregation='token_mean', the default"
+    choices = "'token_mean' or 'sequence_mean' or 'sequence_sum' or 'constant'"
+    assert error.value.problem == f"aggregation must be {choices}, got 'seq-mean'"
+    assert error.value.fix == "The default is 'token_mean'"
 
 
 @pytest.mark.parametrize("length", [0, -3])
 def test_a_length_that_is_none(length):
-    with pytest.raises(InputError, match=rf"given: max_length={length}; expected: at least 1 token; try: "):
+    with pytest.raises(InputError, match=rf"Got max_length={length}, expected at least 1 token. Try "):
         aggregate(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), "constant", max_length=length)
 
 
 def test_values_and_mask_of_different_shapes():
-    with pytest.raises(InputError, match=r"given: values \[3\] and loss_mask \[2, 3\]; expected: \[B, T\] for both"):
+    with pytest.raises(InputError, match=r"Got values \[3\] and loss_mask \[2, 3\], expected \[B, T\] for both"):
         aggregate(torch.ones(3), torch.ones(2, 3, dtype=torch.bool))
 
 

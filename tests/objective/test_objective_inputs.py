@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -19,10 +20,8 @@ def refuse(given, expected, hint, function, *args, **kwargs):
     """Call, and compare all three parts of the refusal; ``hint`` may be a part of it."""
     with pytest.raises(InputError) as error:
         function(*args, **kwargs)
-    assert error.value.given == given
-    assert error.value.expected == expected
-    assert hint in error.value.hint
-    assert str(error.value) == f"given: {given}; expected: {expected}; try: {error.value.hint}"
+    assert error.value.problem == f"Got {given}, expected {expected}"
+    assert hint in error.value.fix
 
 
 def call(loss_function, *, proposal=None, old=None, advantages=None, loss_mask=None, **options):
@@ -33,7 +32,7 @@ def call(loss_function, *, proposal=None, old=None, advantages=None, loss_mask=N
         default_old if old is None else old,
         CASE.advantages if advantages is None else advantages,
         CASE.mask if loss_mask is None else loss_mask,
-        **options,
+        **{"tail": "floor", **options},
     )
 
 
@@ -58,7 +57,8 @@ def test_the_call_without_replacements_is_accepted(loss_function):
     ],
 )
 def test_a_bound_below_zero_or_nan(kl_bound, shown):
-    refuse(f"kl_bound={shown}", "a number ≥ 0", "0.2, the default", call, troll_loss, kl_bound=kl_bound)
+    with pytest.raises(InputError, match=f"^kl_bound must be a number ≥ 0, got {shown}\\. The default is 0.2"):
+        call(troll_loss, kl_bound=kl_bound)
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4), (3, 4, 1), (3, 5)])
@@ -75,7 +75,8 @@ def test_bounds_of_a_wrong_shape(shape):
 
 @pytest.mark.parametrize("value", [-1.0, -1e-9, NAN, INF, -INF])
 def test_a_regression_coefficient_that_is_no_weight(value):
-    refuse(f"regression_coef={value}", "a number ≥ 0", "1, the default", call, troll_loss, regression_coef=value)
+    with pytest.raises(InputError, match=f"^regression_coef must be a number ≥ 0, got {value}\\. The default is 1\\."):
+        call(troll_loss, regression_coef=value)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, NAN, INF])
@@ -107,20 +108,22 @@ def test_the_limits_themselves_are_accepted():
 @pytest.mark.parametrize(
     ("name", "value", "expected", "default"),
     [
-        ("tail", "floors", "'floor' or 'bucket'", "floor"),
+        ("tail", "floors", "'floor' or 'bucket'", "bucket"),
         ("importance_sampling_level", "seq", "'token' or 'sequence'", "token"),
         ("aggregation", "mean", "'token_mean' or 'sequence_mean' or 'sequence_sum' or 'constant'", "token_mean"),
         ("on_invalid", "ignore", "'raise' or 'mask'", "raise"),
     ],
 )
 def test_an_unknown_word(loss_function, name, value, expected, default):
-    refuse(f"{name}={value!r}", expected, f"{name}={default!r}, the default", call, loss_function, **{name: value})
+    with pytest.raises(InputError) as error:
+        call(loss_function, **{name: value})
+    assert error.value.problem == f"{name} must be {expected}, got {value!r}"
+    assert error.value.fix in (f"The default is {default!r}", "Did you mean 'floor'?")
 
 
 def test_an_unknown_solver():
-    refuse(
-        "solver='brent'", "'newton' or 'bracketing'", "solver='newton', the default", call, troll_loss, solver="brent"
-    )
+    with pytest.raises(InputError, match=r"^solver must be 'newton' or 'bracketing', got 'brent'"):
+        call(troll_loss, solver="brent")
 
 
 @LOSSES
@@ -266,8 +269,37 @@ def test_different_sampled_tokens(loss_function):
 
 
 @LOSSES
+def test_the_tail_must_fit_the_proposal(loss_function):
+    for tail, other in (("floor", "bucket"), ("bucket", "floor")):
+        proposal, old = policies(CASE, K=2, tail=tail)
+        with pytest.raises(InputError, match=f"tail='{other}' needs a proposal"):
+            call(loss_function, proposal=proposal, old=old, tail=other)
+        assert bool(call(loss_function, proposal=proposal, old=old, tail=tail)[0].isfinite())
+
+
+def test_the_default_refuses_a_proposal_on_tokens_of_its_own():
+    """What an earlier README showed must not train silently with another tail than the preset's."""
+    proposal, old = policies(CASE, K=2)
+    for preset, fits in (("default", False), ("paper", True)):
+        if fits:
+            troll_loss(proposal, old, CASE.advantages, CASE.mask, preset=preset)
+        else:
+            with pytest.raises(InputError, match=r"Make it with troll.restrict\(logits, old\)"):
+                troll_loss(proposal, old, CASE.advantages, CASE.mask, preset=preset)
+
+
+@LOSSES
+def test_logits_in_the_place_of_a_policy(loss_function):
+    with pytest.raises(InputError, match=r"^proposal must be a SparsePolicy, got a tensor \[3, 4, 6\].*troll.restrict"):
+        call(loss_function, proposal=CASE.logits)
+    with pytest.raises(InputError, match=r"^old must be a SparsePolicy, got a tensor .*troll.sparsify\(old_logits"):
+        call(loss_function, old=CASE.old_logits)
+
+
+@LOSSES
 def test_a_bucket_needs_one_support(loss_function):
     proposal, old = policies(CASE, K=2)
+    proposal = dataclasses.replace(proposal, made_by=None)
     refuse(
         "a proposal on a support of its own with tail='bucket'",
         "a proposal on the support of the old policy",
@@ -319,8 +351,8 @@ def test_logits_that_are_no_numbers_name_their_token(loss_function, side, bad, s
     # Masked for the policies but not for the loss, it is still no silent zero.
     proposal, old = policies(case, on_invalid="mask")
     with pytest.raises(InputError, match=r"without a distribution at position \[1, 2\]"):
-        loss_function(proposal, old, CASE.advantages, CASE.mask)
-    _, metrics = loss_function(proposal, old, CASE.advantages, CASE.mask, on_invalid="mask")
+        loss_function(proposal, old, CASE.advantages, CASE.mask, tail="floor")
+    _, metrics = loss_function(proposal, old, CASE.advantages, CASE.mask, on_invalid="mask", tail="floor")
     assert metrics["skipped_tokens"] == 1
 
 
@@ -340,7 +372,7 @@ def truncated(lost):
 @pytest.mark.parametrize("lost", [0.11, 0.5])
 def test_more_lost_mass_than_the_limit(lost):
     refuse(
-        f"a proposal with {lost} of its mass, on average, on tokens the old one excludes (−inf)",
+        f"a proposal with {lost} of its mass, on average, on tokens the old one excludes",
         "at most max_lost_mass=0.1",
         "without top-k, top-p or min-p truncation",
         evaluate,
@@ -370,10 +402,11 @@ def test_lost_mass_is_judged_over_the_counted_tokens(where):
     known = mask if where == "sparsify and loss" else None
     old = sparsify(old_logits, sampled, loss_mask=known)
     proposal = sparsify(one.logits.expand(1, 4, 3), sampled, loss_mask=known)
-    with pytest.raises(InputError, match=r"given: a proposal with 0.3 of its mass"):
-        troll_loss(proposal, old, torch.ones(1), mask)
+    with pytest.raises(InputError, match=r"Got a proposal with 0.3 of its mass"):
+        troll_loss(proposal, old, torch.ones(1), mask, tail="floor")
     # The other way round, what is lost under the mask disturbs nobody.
-    _, metrics = troll_loss(proposal, old, torch.ones(1), ~mask if known is None else torch.zeros_like(mask))
+    rest = ~mask if known is None else torch.zeros_like(mask)
+    _, metrics = troll_loss(proposal, old, torch.ones(1), rest, tail="floor")
     assert metrics["lost_mass"] == 0
 
 
@@ -414,7 +447,7 @@ def test_a_policy_that_was_made_wrong_never_reaches_a_loss(ids, expected):
         log_probs[..., 0] = -INF
     with pytest.raises(InputError) as error:
         SparsePolicy(torch.tensor([[ids]]), log_probs, torch.full((1, 1), -INF), 4)
-    assert error.value.expected == expected
+    assert error.value.problem.endswith(f", expected {expected}")
 
 
 @LOSSES

@@ -128,9 +128,8 @@ def test_vanishing_ratios_are_not_capped(level):
 def test_an_unknown_level():
     with pytest.raises(InputError) as error:
         ratios(torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), "tokens")
-    assert error.value.given == "importance_sampling_level='tokens'"
-    assert error.value.expected == "'token' or 'sequence'"
-    assert error.value.hint == "importance_sampling_level='token', the default"
+    assert error.value.problem == "importance_sampling_level must be 'token' or 'sequence', got 'tokens'"
+    assert error.value.fix == "Did you mean 'token'?"
 
 
 def test_the_loss_of_a_token_by_hand():

@@ -240,7 +240,7 @@ def good() -> dict[str, object]:
         ({"temperature": -1.0}, "temperature=-1.0", "> 0"),
         ({"temperature": math.nan}, "temperature=nan", "> 0"),
         ({"temperature": INF}, "temperature=inf", "> 0"),
-        ({"on_invalid": "skip"}, "on_invalid='skip'", "'raise' or 'mask'"),
+        ({"on_invalid": "skip"}, "got 'skip'", "'raise' or 'mask'"),
         ({"logits": torch.zeros(2, 3, 7, dtype=torch.int64)}, "logits of torch.int64", "floating"),
         ({"logits": torch.zeros(2, 3, 0)}, "logits [2, 3, 0]", "[..., V]"),
         ({"logits": torch.zeros(2, 4, 7)}, "logits [2, 4, 7] and sampled [2, 3]", "[...]"),

@@ -277,7 +277,7 @@ def test_checks_wait_where_there_is_a_list_for_them() -> None:
     ):
         with pytest.raises(InputError) as caught:
             run_checks([check])
-        assert given in caught.value.given
+        assert given in caught.value.problem
     run_checks(checks[3:])
     for on_invalid in ("raise", "mask"):
         with pytest.raises(InputError, match=f"sampled token {V} at position"):

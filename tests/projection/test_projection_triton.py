@@ -280,7 +280,7 @@ def test_jagged_rows_lose_mass_as_padded_ones(impl: str) -> None:
 def test_jagged_forms_that_are_refused() -> None:
     new, old = lengths_of(*pair(2, 4, 1.0, 1.0, 0, F32), [4, 2])
     given = jagged(new)
-    with pytest.raises(InputError, match=r"dense \[2, 4\]; expected: two dense tensors, or two jagged ones"):
+    with pytest.raises(InputError, match=r"dense \[2, 4\], expected two dense tensors, or two jagged ones"):
         project(given, torch.zeros(2, 4), 0.05)
     with pytest.raises(InputError, match=r"rows of \[4, 2\] and old nested .* rows of \[2, 4\].*same offsets"):
         project(given, jagged(old[::-1]), 0.05)

@@ -35,17 +35,16 @@ def group_samples(groups: int | Tensor, rewards: Tensor) -> Grouping:
     elif isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 1 or B % groups != 0:
             raise InputError(
-                f"groups={groups} with B={B} rewards",
-                "a group size ≥ 2 that divides B",
-                "a tensor [B] of group ids if the groups are of unequal size",
+                f"Got groups={groups} with B={B} rewards, expected a group size ≥ 2 that divides B",
+                "Try a tensor [B] of group ids if the groups are of unequal size",
             )
         ids = torch.arange(B // groups, device=rewards.device)
         group_of, sizes = ids.repeat_interleave(groups), torch.full_like(ids, groups)
     else:
         raise InputError(
-            f"groups of type {type(groups).__name__}",
-            "an int, the group size, or an integer tensor [B] of group ids",
-            "for string ids: torch.as_tensor(numpy.unique(uid, return_inverse=True)[1])",
+            f"Got groups of type {type(groups).__name__}"
+            ", expected an int, the group size, or an integer tensor [B] of group ids",
+            "Try for string ids: torch.as_tensor(numpy.unique(uid, return_inverse=True)[1])",
         )
     _require_two_each(ids, group_of, sizes)
     return Grouping(group_of, sizes)
@@ -73,12 +72,12 @@ def group_deviation(rewards: Tensor, grouping: Grouping) -> Tensor:
 
 def _require_ids(groups: Tensor, rewards: Tensor) -> None:
     if groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
-        raise InputError(f"groups of dtype {groups.dtype}", "integer group ids", "groups.long()")
+        raise InputError(f"Got groups of dtype {groups.dtype}, expected integer group ids", "Try groups.long()")
     if groups.shape != rewards.shape:
         raise InputError(
-            f"groups of shape {tuple(groups.shape)} with rewards of shape {tuple(rewards.shape)}",
-            "one group id per reward, [B]",
-            "an int if the groups are consecutive blocks of one size",
+            f"Got groups of shape {tuple(groups.shape)} with rewards of shape {tuple(rewards.shape)}"
+            ", expected one group id per reward, [B]",
+            "Try an int if the groups are consecutive blocks of one size",
         )
     require_same_device("rewards", rewards, "groups", groups)
 
@@ -88,8 +87,8 @@ def _require_two_each(ids: Tensor, group_of: Tensor, sizes: Tensor) -> None:
     if single.any():
         n = int(single.nonzero()[0])
         raise InputError(
-            f"group {int(ids[n])} with a single sample, rewards[{int((group_of == n).nonzero()[0])}]"
-            f" ({int(single.sum())} such groups)",
-            "at least 2 samples in every group: one sample has no baseline",
-            "at least 2 samples per prompt, or reinforce_pp, which needs no groups",
+            f"Got group {int(ids[n])} with a single sample, rewards[{int((group_of == n).nonzero()[0])}]"
+            f" ({int(single.sum())} such groups)"
+            ", expected at least 2 samples in every group: one sample has no baseline",
+            "Try at least 2 samples per prompt, or reinforce_pp, which needs no groups",
         )

@@ -55,9 +55,8 @@ def as_mask(loss_mask: Tensor) -> Tensor:
     if other.any():
         at = other.nonzero()[0].tolist()
         raise InputError(
-            f"loss_mask{at} = {loss_mask[tuple(at)].item()}",
-            "only 0 and 1, or bool",
-            "loss_mask != 0, if that is what you mean",
+            f"Got loss_mask{at} = {loss_mask[tuple(at)].item()}, expected only 0 and 1, or bool",
+            "Try loss_mask != 0, if that is what you mean",
         )
     return mask
 
@@ -68,9 +67,9 @@ def as_token_floats(name: str, x: Tensor, mask: Tensor) -> Tensor:
     require_same_device(name, floats, "loss_mask", mask)
     if floats.shape != mask.shape:
         raise InputError(
-            f"{name} of shape {tuple(floats.shape)} with loss_mask of shape {tuple(mask.shape)}",
-            "the same [B, T] for both",
-            "cut both to the completion tokens, without the prompt",
+            f"Got {name} of shape {tuple(floats.shape)} with loss_mask of shape {tuple(mask.shape)}"
+            ", expected the same [B, T] for both",
+            "Try cut both to the completion tokens, without the prompt",
         )
     _require_counted_finite(name, floats, mask)
     return floats.masked_fill(~mask, 0.0)
@@ -80,22 +79,21 @@ def require_same_device(name: str, x: Tensor, other_name: str, other: Tensor) ->
     """Refuse two tensors on different devices."""
     if x.device != other.device:
         raise InputError(
-            f"{name} on {x.device} with {other_name} on {other.device}",
-            "both on one device",
-            f"{other_name}.to({name}.device)",
+            f"Got {name} on {x.device} with {other_name} on {other.device}, expected both on one device",
+            f"Try {other_name}.to({name}.device)",
         )
 
 
 def require_between(name: str, value: float, low: float, high: float) -> None:
     """Refuse a ``value`` that is not a number in [low, high]."""
     if not (isinstance(value, Real) and low <= value <= high):
-        raise InputError(f"{name}={value!r}", f"a number in [{low}, {high}]", f"{name}=1.0, the default")
+        raise InputError(f"Got {name}={value!r}, expected a number in [{low}, {high}]", f"Try {name}=1.0, the default")
 
 
 def require_eps(eps: float, default: float) -> None:
     """Refuse an ``eps`` that is not a finite number > 0: with 0, equal rewards would give 0/0."""
     if not (isinstance(eps, Real) and 0 < eps < math.inf):
-        raise InputError(f"eps={eps!r}", "a finite number > 0", f"eps={default}, the default")
+        raise InputError(f"Got eps={eps!r}, expected a finite number > 0", f"Try eps={default}, the default")
 
 
 def require_finite(what: str, x: Tensor) -> Tensor:
@@ -103,25 +101,33 @@ def require_finite(what: str, x: Tensor) -> Tensor:
     if not x.isfinite().all():
         limit = torch.finfo(x.dtype).max
         raise InputError(
-            f"finite numbers whose {what} overflows {x.dtype}",
-            f"numbers whose sums and squares stay below {limit:.1e}",
-            "rescale the rewards, or pass them as float64",
+            f"Got finite numbers whose {what} overflows {x.dtype}"
+            f", expected numbers whose sums and squares stay below {limit:.1e}",
+            "Try rescale the rewards, or pass them as float64",
         )
     return x
 
 
 def _require_tensor(name: str, x: Tensor, shape: str) -> None:
     if not isinstance(x, Tensor):
-        raise InputError(f"{name} of type {type(x).__name__}", f"a torch tensor {shape}", f"torch.as_tensor({name})")
+        raise InputError(
+            f"Got {name} of type {type(x).__name__}, expected a torch tensor {shape}", f"Try torch.as_tensor({name})"
+        )
     if x.ndim != shape.count(",") + 1:
-        raise InputError(f"{name} of shape {tuple(x.shape)}", f"shape {shape}", "B samples, T completion tokens")
+        raise InputError(
+            f"Got {name} of shape {tuple(x.shape)}, expected shape {shape}", "Try B samples, T completion tokens"
+        )
     if x.numel() == 0:
-        raise InputError(f"{name} of shape {tuple(x.shape)}", f"a non-empty {shape}", "leave an empty batch out")
+        raise InputError(
+            f"Got {name} of shape {tuple(x.shape)}, expected a non-empty {shape}", "Try leave an empty batch out"
+        )
 
 
 def _require_real(name: str, x: Tensor) -> None:
     if x.is_complex():
-        raise InputError(f"{name} of dtype {x.dtype}", "bool, integer or floating numbers", f"{name}.real")
+        raise InputError(
+            f"Got {name} of dtype {x.dtype}, expected bool, integer or floating numbers", f"Try {name}.real"
+        )
 
 
 def _require_counted_finite(name: str, x: Tensor, counted: Tensor) -> None:
@@ -129,7 +135,7 @@ def _require_counted_finite(name: str, x: Tensor, counted: Tensor) -> None:
     if bad.any():
         at = bad.nonzero()[0].tolist()
         raise InputError(
-            f"{name}{at} = {x[tuple(at)].item()} ({int(bad.sum())} such entries)",
-            "a finite number wherever it counts",
-            "look at what produced this entry; a sample without a reward is left out with its group, or masked",
+            f"Got {name}{at} = {x[tuple(at)].item()} ({int(bad.sum())} such entries)"
+            ", expected a finite number wherever it counts",
+            "Try look at what produced this entry; a sample without a reward is left out with its group, or masked",
         )

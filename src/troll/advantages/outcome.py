@@ -93,9 +93,9 @@ def reinforce_pp_baseline(rewards: Tensor, groups: int | Tensor, loss_mask: Tens
     mask = as_mask(loss_mask)
     if mask.shape[0] != r.shape[0]:
         raise InputError(
-            f"loss_mask of shape {tuple(mask.shape)} with rewards of shape {tuple(r.shape)}",
-            "one row [T] of loss_mask per reward",
-            "rewards and completions in the same order, one each",
+            f"Got loss_mask of shape {tuple(mask.shape)} with rewards of shape {tuple(r.shape)}"
+            ", expected one row [T] of loss_mask per reward",
+            "Try rewards and completions in the same order, one each",
         )
     deviation = require_finite("group mean", group_deviation(r, group_samples(groups, r)))
     return whiten(deviation[:, None].expand(mask.shape), mask)

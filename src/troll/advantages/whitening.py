@@ -37,7 +37,9 @@ def whiten(values: Tensor, loss_mask: Tensor, eps: float = 1e-8) -> Tensor:
     counted = x[mask]  # [n]
     n = counted.numel()
     if n < 2:
-        raise InputError(f"loss_mask with {n} counted tokens", "at least 2: one has no variance", "a larger batch")
+        raise InputError(
+            f"Got loss_mask with {n} counted tokens, expected at least 2: one has no variance", "Try a larger batch"
+        )
     above = counted - counted.min()  # the deviations are the same, and equal entries are exactly 0
     deviation = above - above.sum() / n
     variance = require_finite("variance", deviation.square().sum() / (n - 1))

@@ -17,7 +17,8 @@ def as_mask(loss_mask: Tensor) -> Tensor:
     """``loss_mask`` [B, T] as bool."""
     if loss_mask.dim() != 2:
         raise InputError(
-            f"loss_mask {list(loss_mask.shape)}", "[B, T]: B sequences of T tokens", "loss_mask[None] for one sequence"
+            f"Got loss_mask {list(loss_mask.shape)}, expected [B, T]: B sequences of T tokens",
+            "Try loss_mask[None] for one sequence",
         )
     return loss_mask.bool()
 
@@ -29,15 +30,17 @@ def per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
     """
     if x.shape not in (counted.shape, counted.shape[:1]):
         raise InputError(
-            f"{name} {list(x.shape)} for a loss_mask {list(counted.shape)}",
-            "one number per token [B, T], or per sequence [B]",
-            "cutting both to the completion tokens, without the prompt",
+            f"Got {name} {list(x.shape)} for a loss_mask {list(counted.shape)}"
+            ", expected one number per token [B, T], or per sequence [B]",
+            "Try cutting both to the completion tokens, without the prompt",
         )
     wide = x.detach().to(counted.device, solver_dtype(x))
     numbers = torch.where(counted, wide if wide.dim() == 2 else wide[:, None], 0.0)
     if bool(numbers.isnan().any()):
         at = numbers.isnan().nonzero()[0].tolist()
-        raise InputError(f"{name} NaN at position {at}, which loss_mask counts", "numbers", "masking that token out")
+        raise InputError(
+            f"Got {name} NaN at position {at}, which loss_mask counts, expected numbers", "Try masking that token out"
+        )
     return numbers
 
 
@@ -45,9 +48,9 @@ def per_sequence_ids(name: str, ids: Tensor, sequences: int) -> Tensor:
     """Integer ids [B], one per sequence."""
     if ids.shape != (sequences,) or ids.is_floating_point():
         raise InputError(
-            f"{name} {list(ids.shape)} of {ids.dtype} for {sequences} sequences",
-            f"one integer per sequence [{sequences}]",
-            "torch.arange(B) // G for blocks of G completions of a prompt",
+            f"Got {name} {list(ids.shape)} of {ids.dtype} for {sequences} sequences"
+            f", expected one integer per sequence [{sequences}]",
+            "Try torch.arange(B) // G for blocks of G completions of a prompt",
         )
     return ids
 

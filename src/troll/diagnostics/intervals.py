@@ -41,9 +41,13 @@ def estimate_mean(values: Tensor, groups: Tensor | None = None, *, confidence: f
         confidence: probability that the interval covers the expectation.
     """
     if values.dim() != 1 or values.numel() == 0:
-        raise InputError(f"values {list(values.shape)}", "one number per sequence [B], at least one", "another batch")
+        raise InputError(
+            f"Got values {list(values.shape)}, expected one number per sequence [B], at least one", "Try another batch"
+        )
     if not 0 < confidence < 1:
-        raise InputError(f"confidence={confidence}", "a probability between 0 and 1", "0.95, the default")
+        raise InputError(
+            f"Got confidence={confidence}, expected a probability between 0 and 1", "Try 0.95, the default"
+        )
     x = values.detach()
     mean = x.mean()
     deviation = x - mean

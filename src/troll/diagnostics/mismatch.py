@@ -60,7 +60,7 @@ def sampler_mismatch(sampler: Tensor, trainer: Tensor, loss_mask: Tensor) -> Mis
     by_token = log_probs[1] - log_probs[0]
     delta = by_token[counted]
     if not delta.numel():
-        raise InputError("a loss_mask without a counted token", "at least one", "another batch")
+        raise InputError("Got a loss_mask without a counted token, expected at least one", "Try another batch")
     by_sequence = by_token.sum(-1)[counted.any(-1)]
     weight = delta.exp()
     return Mismatch(
@@ -79,17 +79,17 @@ def sampler_mismatch(sampler: Tensor, trainer: Tensor, loss_mask: Tensor) -> Mis
 def _log_probs(name: str, x: Tensor, counted: Tensor) -> Tensor:
     if x.shape != counted.shape:
         raise InputError(
-            f"{name} {list(x.shape)} for a loss_mask {list(counted.shape)}",
-            "[B, T], the log-probability of each sampled token",
-            "log_probs.gather(-1, sampled[..., None])[..., 0]",
+            f"Got {name} {list(x.shape)} for a loss_mask {list(counted.shape)}"
+            ", expected [B, T], the log-probability of each sampled token",
+            "Try log_probs.gather(-1, sampled[..., None])[..., 0]",
         )
     numbers = per_token(name, x, counted)
     wrong = ~(numbers.isfinite() & (numbers <= _ABOVE_ONE))
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
         raise InputError(
-            f"{name} {float(numbers[tuple(at)]):.4g} at position {at}",
-            "log-probabilities: finite, at most 0",
-            "logits.log_softmax(-1), at the temperature of the rollout and without top-k or top-p truncation",
+            f"Got {name} {float(numbers[tuple(at)]):.4g} at position {at}"
+            ", expected log-probabilities: finite, at most 0",
+            "Try logits.log_softmax(-1), at the temperature of the rollout and without top-k or top-p truncation",
         )
     return numbers

@@ -111,7 +111,9 @@ def estimate_sequence_kl(
     terms = sequence_terms(proposal, old, loss_mask, tail=tail)
     used = loss_mask.bool().any(-1)
     if not bool(used.any()):
-        raise InputError("a loss_mask without a counted token", "at least one completion", "another batch")
+        raise InputError(
+            "Got a loss_mask without a counted token, expected at least one completion", "Try another batch"
+        )
     members = None if groups is None else per_sequence_ids("groups", groups, len(used)).to(used.device)[used]
 
     def mean(x: Tensor) -> Estimate:

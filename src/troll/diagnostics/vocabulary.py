@@ -30,9 +30,9 @@ class TokenClasses:
         """Classes of token ids [...]; a negative id, where nothing was sampled, is special."""
         if bool((tokens >= len(self.ids)).any()):
             raise InputError(
-                f"token id {int(tokens.max())} for a vocabulary of {len(self.ids)}",
-                "ids of this vocabulary",
-                "token_classes(tokenizer, vocab_size=model.config.vocab_size)",
+                f"Got token id {int(tokens.max())} for a vocabulary of {len(self.ids)}"
+                ", expected ids of this vocabulary",
+                "Try token_classes(tokenizer, vocab_size=model.config.vocab_size)",
             )
         ids = self.ids.to(tokens.device)[tokens.clamp(min=0)]
         return ids.masked_fill(tokens < 0, self.names.index("special"))
@@ -69,7 +69,9 @@ def token_classes(tokenizer: Any, vocab_size: int | None = None) -> TokenClasses
     """
     letter = tokenizer.encode("a", add_special_tokens=False)[-1:]
     if not letter:
-        raise InputError("a tokenizer that makes no token of 'a'", "one for text", "classes of your own for by_class")
+        raise InputError(
+            "Got a tokenizer that makes no token of 'a', expected one for text", "Try classes of your own for by_class"
+        )
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
     known = len(tokenizer)  # once: a fast tokenizer counts its vocabulary anew

@@ -42,9 +42,8 @@ def aggregate(
     _check(rule, max_length)
     if values.shape != loss_mask.shape:
         raise InputError(
-            f"values {list(values.shape)} and loss_mask {list(loss_mask.shape)}",
-            "[B, T] for both",
-            "values.expand(B, T)",
+            f"Got values {list(values.shape)} and loss_mask {list(loss_mask.shape)}, expected [B, T] for both",
+            "Try values.expand(B, T)",
         )
     counted = loss_mask.bool()
     lengths = counted.sum(-1)
@@ -84,9 +83,11 @@ def _check(rule: Aggregation, max_length: int | None) -> None:
     require_choice("aggregation", rule, get_args(Aggregation))
     if (rule == "constant") != (max_length is not None):
         raise InputError(
-            f"aggregation={rule!r} with max_length={max_length}",
-            "max_length with 'constant', and only there",
-            "max_length=the longest completion the run allows, or aggregation='token_mean'",
+            f"Got aggregation={rule!r} with max_length={max_length}"
+            ", expected max_length with 'constant', and only there",
+            "Try max_length=the longest completion the run allows, or aggregation='token_mean'",
         )
     if max_length is not None and max_length < 1:
-        raise InputError(f"max_length={max_length}", "at least 1 token", "the longest completion the run allows")
+        raise InputError(
+            f"Got max_length={max_length}, expected at least 1 token", "Try the longest completion the run allows"
+        )

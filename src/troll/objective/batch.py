@@ -42,17 +42,24 @@ class Batch:
         What waits for the device is checked now, or put off where ``later`` is given.
         """
         require_choice("on_invalid", on_invalid, ("raise", "mask"))
+        for name, policy in (("proposal", proposal), ("old", old)):
+            if not isinstance(policy, SparsePolicy):
+                raise InputError(
+                    f"{name} must be a SparsePolicy, got {_kind(policy)}",
+                    "Make the old policy with troll.sparsify(old_logits, sampled) and the proposal with "
+                    "troll.restrict(logits, old)",
+                )
         if len(proposal.shape) != 2 or loss_mask.shape != proposal.shape:
             raise InputError(
-                f"a proposal over {list(proposal.shape)} positions and loss_mask {list(loss_mask.shape)}",
-                "[B, T] for both",
-                "logits[None] and loss_mask[None] for a single sequence",
+                f"Got a proposal over {list(proposal.shape)} positions and loss_mask {list(loss_mask.shape)}"
+                ", expected [B, T] for both",
+                "Try logits[None] and loss_mask[None] for a single sequence",
             )
         if old.shape != proposal.shape:
             raise InputError(
-                f"a proposal over {list(proposal.shape)} positions and an old policy over {list(old.shape)}",
-                "the same positions for both",
-                "scoring the same completions with both",
+                f"Got a proposal over {list(proposal.shape)} positions and an old policy over {list(old.shape)}"
+                ", expected the same positions for both",
+                "Try scoring the same completions with both",
             )
         asked = loss_mask.bool()
         counted = asked & old.valid if proposal is old else asked & proposal.valid & old.valid
@@ -81,28 +88,31 @@ class Batch:
             at = (asked & ~self.counted).nonzero()[0].tolist()
             which = "proposal" if not bool(proposal.valid[tuple(at)]) else "old policy"
             raise InputError(
-                f"a {which} without a distribution at position {at}, which loss_mask counts",
-                "a distribution at every counted position",
-                "the same loss_mask for sparsify and the loss, or on_invalid='mask' to leave such positions out",
+                f"Got a {which} without a distribution at position {at}, which loss_mask counts"
+                ", expected a distribution at every counted position",
+                "Try the same loss_mask for sparsify and the loss, or on_invalid='mask' to leave such positions out",
             )
         for name, x in (("advantages", self.advantages), ("importance_weights", self.weights)):
             if x is not None and not bool(x.isfinite().all()):
                 at = (~x.isfinite()).nonzero()[0].tolist()
                 raise InputError(
-                    f"{name} {float(x[tuple(at)])} at position {at}",
-                    "finite numbers",
-                    "looking at the reward of that sequence",
+                    f"Got {name} {float(x[tuple(at)])} at position {at}, expected finite numbers",
+                    "Try looking at the reward of that sequence",
                 )
+
+
+def _kind(x: object) -> str:
+    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
     """[B] or [B, T] → [B, T] with zeros outside the counted tokens."""
     if x.requires_grad:
-        raise InputError(f"{name} that require gradient", "constants", f"{name}.detach()")
+        raise InputError(f"Got {name} that require gradient, expected constants", f"Try {name}.detach()")
     if x.shape not in (counted.shape, counted.shape[:1]):
         raise InputError(
-            f"{name} {list(x.shape)} for a batch {list(counted.shape)}",
-            "one per sequence [B] or one per token [B, T]",
-            f"{name}.reshape(B) or {name}.expand(B, T)",
+            f"Got {name} {list(x.shape)} for a batch {list(counted.shape)}"
+            ", expected one per sequence [B] or one per token [B, T]",
+            f"Try {name}.reshape(B) or {name}.expand(B, T)",
         )
     return torch.where(counted, x if x.dim() == 2 else x[:, None], 0.0)

@@ -42,13 +42,15 @@ class _Controller(Adaptive):
     def __post_init__(self) -> None:
         check_positive(start=self.start, target=self.target, gain=self.gain)
         if not 1 < self.step < math.inf:
-            raise InputError(f"step={self.step}", "a number > 1, the largest factor of one rollout", "step=1.5")
+            raise InputError(
+                f"Got step={self.step}, expected a number > 1, the largest factor of one rollout", "Try step=1.5"
+            )
         low, high = self.limits
         if not 0 < low <= self.start <= high < math.inf:
             raise InputError(
-                f"a start of {self.start} between lowest={low} and highest={high}",
-                "0 < lowest ≤ start ≤ highest < ∞",
-                "leaving lowest and highest out",
+                f"Got a start of {self.start} between lowest={low} and highest={high}"
+                ", expected 0 < lowest ≤ start ≤ highest < ∞",
+                "Try leaving lowest and highest out",
             )
         self.now = self.start
 
@@ -83,7 +85,9 @@ class _Controller(Adaptive):
 def check_share(name: str, value: float) -> None:
     """Refuse what is no share of the tokens."""
     if not 0 < value < 1:
-        raise InputError(f"{name}={value}", "a share of the tokens, between 0 and 1", f"{name}=0.03, three percent")
+        raise InputError(
+            f"Got {name}={value}, expected a share of the tokens, between 0 and 1", f"Try {name}=0.03, three percent"
+        )
 
 
 @dataclass

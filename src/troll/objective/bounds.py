@@ -73,9 +73,9 @@ class Adaptive:
         """Go on from there."""
         if state.keys() != self.state_dict().keys():
             raise InputError(
-                f"a state of {sorted(state)} for {type(self).__name__}",
-                f"one of {sorted(self.state_dict())}",
-                "the state_dict() of a bound of the same kind",
+                f"Got a state of {sorted(state)} for {type(self).__name__}"
+                f", expected one of {sorted(self.state_dict())}",
+                "Try the state_dict() of a bound of the same kind",
             )
         for name, value in state.items():
             setattr(self, name, value)
@@ -135,7 +135,8 @@ class ScheduledBound(Bound):
         require_choice("curve", self.curve, get_args(Curve))
         if self.over < 1:
             raise InputError(
-                f"a schedule over {self.over} rollouts", "at least 1", "a third of the rollouts of the run"
+                f"Got a schedule over {self.over} rollouts, expected at least 1",
+                "Try a third of the rollouts of the run",
             )
         check_kl_bound(self.start)
         check_kl_bound(self.end)
@@ -143,7 +144,8 @@ class ScheduledBound(Bound):
             check_positive(start=self.start, end=self.end)
         if not max(self.start, self.end) < float("inf"):
             raise InputError(
-                f"a schedule from {self.start} to {self.end}", "finite bounds", "1, which is hardly a bound"
+                f"Got a schedule from {self.start} to {self.end}, expected finite bounds",
+                "Try 1, which is hardly a bound",
             )
         self.now = self.start
 
@@ -175,12 +177,11 @@ class EntropyBound(Bound):
     def __post_init__(self) -> None:
         check_positive(kl_bound=self.kl_bound)
         if not 0 <= self.share <= 1:
-            raise InputError(f"share={self.share}", "a number from 0 to 1", "share=0.25, the default")
+            raise InputError(f"Got share={self.share}, expected a number from 0 to 1", "Try share=0.25, the default")
         if self.highest is not None and not self.highest >= self.kl_bound:
             raise InputError(
-                f"highest={self.highest} with kl_bound={self.kl_bound}",
-                "a cap that is not below the mean",
-                f"highest={10 * self.kl_bound:g}, or leaving it out",
+                f"Got highest={self.highest} with kl_bound={self.kl_bound}, expected a cap that is not below the mean",
+                f"Try highest={10 * self.kl_bound:g}, or leaving it out",
             )
         self.now = self.kl_bound
 
@@ -221,7 +222,9 @@ class SequenceBound(Bound):
         check_positive(limit=self.limit)
         check_kl_bound(self.kl_bound)
         if self.max_length is not None and self.max_length < 1:
-            raise InputError(f"max_length={self.max_length}", "at least 1 token", "the longest completion of the run")
+            raise InputError(
+                f"Got max_length={self.max_length}, expected at least 1 token", "Try the longest completion of the run"
+            )
         self.now = self.kl_bound
 
     def token_bounds(
@@ -246,4 +249,6 @@ def check_positive(**numbers: float) -> None:
     """Refuse what is not a positive number."""
     for name, value in numbers.items():
         if not (math.isfinite(value) and value > 0):
-            raise InputError(f"{name}={value}", "a number > 0", f"{KL_BOUND}, or another positive number")
+            raise InputError(
+                f"Got {name}={value}, expected a number > 0", f"Try {KL_BOUND}, or another positive number"
+            )

@@ -59,9 +59,9 @@ def fused_troll_loss(
     check_regression_coef(settings.regression_coef)
     if hidden.shape[:-1] != old.shape:
         raise InputError(
-            f"hidden {list(hidden.shape)} and an old policy over {list(old.shape)} positions",
-            "[B, T, H] and [B, T]",
-            "hidden states that predict the sampled tokens: hidden[:, :-1]",
+            f"Got hidden {list(hidden.shape)} and an old policy over {list(old.shape)} positions"
+            ", expected [B, T, H] and [B, T]",
+            "Try hidden states that predict the sampled tokens: hidden[:, :-1]",
         )
     checks: DeferredChecks = []  # run once all kernels are launched
     batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise", checks)

@@ -44,7 +44,7 @@ def regression(projection: Projection) -> Tensor:
 def check_regression_coef(regression_coef: float) -> None:
     """Refuse a coefficient that is negative or not a number."""
     if not (math.isfinite(regression_coef) and regression_coef >= 0):
-        raise InputError(f"regression_coef={regression_coef}", "a number ≥ 0", "1, the default")
+        raise InputError(f"regression_coef must be a number ≥ 0, got {regression_coef}", "The default is 1")
 
 
 def trust_region_can_act(per_update: int, per_rollout: int) -> bool:

@@ -100,9 +100,9 @@ def _bucket(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:
         (proposal.token_ids != old.token_ids) & (proposal.token_ids >= 0)
     ):
         raise InputError(
-            "a proposal on a support of its own with tail='bucket'",
-            "a proposal on the support of the old policy",
-            "troll.restrict(logits, old) instead of troll.sparsify for the proposal, or tail='floor'",
+            "Got a proposal on a support of its own with tail='bucket'"
+            ", expected a proposal on the support of the old policy",
+            "Try troll.restrict(logits, old) instead of troll.sparsify for the proposal, or tail='floor'",
         )
     p = torch.cat([proposal.log_probs, proposal.log_tail.unsqueeze(-1)], dim=-1)
     q = torch.cat([old.log_probs, old.log_tail.unsqueeze(-1)], dim=-1)
@@ -112,7 +112,8 @@ def _bucket(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:
 def _check_pair(proposal: SparsePolicy, old: SparsePolicy) -> None:
     if old.log_probs.requires_grad or old.log_tail.requires_grad:
         raise InputError(
-            "an old policy that requires gradient", "a constant", "torch.no_grad() when scoring it, or old.detach()"
+            "Got an old policy that requires gradient, expected a constant",
+            "Try torch.no_grad() when scoring it, or old.detach()",
         )
     for name, a, b, hint in (
         ("shape", list(proposal.shape), list(old.shape), "scoring the same completions with both"),
@@ -121,12 +122,15 @@ def _check_pair(proposal: SparsePolicy, old: SparsePolicy) -> None:
         ("dtype", proposal.log_probs.dtype, old.log_probs.dtype, "float32 logits for both"),
     ):
         if a != b:
-            raise InputError(f"a proposal with {name} {a} and an old policy with {name} {b}", "the same for both", hint)
+            raise InputError(
+                f"Got a proposal with {name} {a} and an old policy with {name} {b}, expected the same for both",
+                f"Try {hint}",
+            )
     if _any((proposal.sampled != old.sampled) & proposal.valid & old.valid):
         raise InputError(
-            "a proposal and an old policy with different sampled tokens",
-            "the same completion scored by both",
-            "checking that both were given the same sampled ids, in the same order of sequences",
+            "Got a proposal and an old policy with different sampled tokens"
+            ", expected the same completion scored by both",
+            "Try checking that both were given the same sampled ids, in the same order of sequences",
         )
 
 

@@ -41,15 +41,19 @@ class PackedPolicy:
         """Pack a policy; it becomes a constant."""
         policy = policy.detach()
         if policy.vocab_size > 1 << (8 * _ID_BYTES):
-            raise InputError(f"a vocabulary of {policy.vocab_size}", "at most 2²⁴ tokens", "keeping the padded form")
+            raise InputError(
+                f"Got a vocabulary of {policy.vocab_size}, expected at most 2²⁴ tokens", "Try keeping the padded form"
+            )
         if policy.token_ids.shape[-1] > torch.iinfo(torch.int16).max:
             raise InputError(
-                f"{policy.token_ids.shape[-1]} slots per position", "at most 32,767", "a smaller max_support (64)"
+                f"Got {policy.token_ids.shape[-1]} slots per position, expected at most 32,767",
+                "Try a smaller max_support (64)",
             )
         used = policy.token_ids >= 0
         if bool((used[..., 1:] & ~used[..., :-1]).any()):
             raise InputError(
-                "a policy with unused slots between used ones", "unused slots at the end", "packing a sparsified policy"
+                "Got a policy with unused slots between used ones, expected unused slots at the end",
+                "Try packing a sparsified policy",
             )
         at = used.flatten().nonzero()[:, 0]
         ids = policy.token_ids.flatten()[at].to(torch.int32)
@@ -113,9 +117,9 @@ class PackedPolicy:
         """All tensors of a policy over [n] one after another, [7 nnz + 6 n] uint8; fp32 only."""
         if self.log_probs.dtype != torch.float32 or self.counts.dim() != 1:
             raise InputError(
-                f"a policy of {self.log_probs.dtype} over {list(self.counts.shape)} positions",
-                "float32 over [n]",
-                "one sequence at a time: packed.sequences()",
+                f"Got a policy of {self.log_probs.dtype} over {list(self.counts.shape)} positions"
+                ", expected float32 over [n]",
+                "Try one sequence at a time: packed.sequences()",
             )
         return torch.cat([getattr(self, name).contiguous().view(torch.uint8).flatten() for name in _TENSORS])
 
@@ -127,9 +131,9 @@ class PackedPolicy:
         nnz, rest = divmod(len(data) - 6 * positions, _ID_BYTES + 4)
         if data.dtype != torch.uint8 or data.dim() != 1 or nnz < 0 or rest:
             raise InputError(
-                f"{list(data.shape)} of {data.dtype} for {positions} positions",
-                "6 bytes a position and 7 a kept token",
-                "the positions these bytes were made for",
+                f"Got {list(data.shape)} of {data.dtype} for {positions} positions"
+                ", expected 6 bytes a position and 7 a kept token",
+                "Try the positions these bytes were made for",
             )
         counts, ids, log_probs, log_tail = torch.split(data, [2 * positions, _ID_BYTES * nnz, 4 * nnz, 4 * positions])
         return cls(
@@ -153,6 +157,7 @@ def _alike(policies: Sequence[PackedPolicy]) -> PackedPolicy:
     first = policies[0]
     if any((p.vocab_size, p.temperature) != (first.vocab_size, first.temperature) for p in policies):
         raise InputError(
-            "policies over different vocabularies or at different temperatures", "one of each", "one rollout"
+            "Got policies over different vocabularies or at different temperatures, expected one of each",
+            "Try one rollout",
         )
     return first

@@ -100,9 +100,9 @@ class _Shard(NamedTuple):
         shares = (width,) * size if widths is None else tuple(widths)
         if len(shares) != size or shares[rank] != width:
             raise InputError(
-                f"widths={list(shares)} for {size} processes, of which number {rank} has {width} columns",
-                "the number of columns of every process, in the order of the ranks",
-                "leaving widths out where all have the same number",
+                f"Got widths={list(shares)} for {size} processes, of which number {rank} has {width} columns"
+                ", expected the number of columns of every process, in the order of the ranks",
+                "Try leaving widths out where all have the same number",
             )
         return cls(group, shares, sum(shares[:rank]), width)
 
@@ -163,9 +163,9 @@ class _ShardRows(_Rows):
 
     def _refuse_widths(self) -> None:
         raise InputError(
-            f"{self.shard.width} columns in process {dist.get_rank(self.shard.group)}, another number elsewhere",
-            "the same number in all, or widths that say how many each has",
-            f"widths=[…], {len(self.shard.widths)} numbers, the same in every process",
+            f"Got {self.shard.width} columns in process {dist.get_rank(self.shard.group)}, another number elsewhere"
+            ", expected the same number in all, or widths that say how many each has",
+            f"Try widths=[…], {len(self.shard.widths)} numbers, the same in every process",
         )
 
 

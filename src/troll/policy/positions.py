@@ -23,18 +23,17 @@ TAIL_MASS = 1e-5
 def check_support(max_support: int, tail_mass: float) -> None:
     """Refuse a support that no policy can have."""
     if max_support < 1:
-        raise InputError(f"max_support={max_support}", "at least 1 token", "64, the default")
+        raise InputError(f"Got max_support={max_support}, expected at least 1 token", "Try 64, the default")
     if not 0 <= tail_mass < 1:
-        raise InputError(f"tail_mass={tail_mass}", "0 ≤ tail_mass < 1", "1e-5, the default")
+        raise InputError(f"Got tail_mass={tail_mass}, expected 0 ≤ tail_mass < 1", "Try 1e-5, the default")
 
 
 def check_vocabulary(given: int, old: int) -> None:
     """Refuse logits over another vocabulary than the old policy's."""
     if given != old:
         raise InputError(
-            f"logits over {given} tokens and an old policy over {old}",
-            "the same vocabulary",
-            "scoring both with the same model (and the same padding of its embedding)",
+            f"Got logits over {given} tokens and an old policy over {old}, expected the same vocabulary",
+            "Try scoring both with the same model (and the same padding of its embedding)",
         )
 
 
@@ -55,12 +54,14 @@ class Positions:
         skip: Tensor | None = None,
     ) -> None:
         if sampled.is_floating_point() or sampled.is_complex() or sampled.dtype == torch.bool:
-            raise InputError(f"sampled of {sampled.dtype}", "integers", "the sampled token ids: sampled.long()")
+            raise InputError(
+                f"Got sampled of {sampled.dtype}, expected integers", "Try the sampled token ids: sampled.long()"
+            )
         if loss_mask is not None and loss_mask.shape != sampled.shape:
             raise InputError(
-                f"loss_mask {list(loss_mask.shape)} for positions {list(sampled.shape)}",
-                "one entry per position",
-                "the mask of the completion tokens, aligned with the sampled tokens",
+                f"Got loss_mask {list(loss_mask.shape)} for positions {list(sampled.shape)}"
+                ", expected one entry per position",
+                "Try the mask of the completion tokens, aligned with the sampled tokens",
             )
         require_choice("on_invalid", on_invalid, ("raise", "mask"))
         check_temperature(temperature)
@@ -82,9 +83,9 @@ class Positions:
         bad = (self.sampled < 0) | (self.sampled >= self.vocab_size)
         if not torch.compiler.is_compiling() and bool(bad.any()):
             raise InputError(
-                f"sampled token {int(self.sampled[bad][0])} at position {self._name(bad)}",
-                f"ids from 0 to {self.vocab_size - 1}",
-                "the tokenizer of this model; padding positions belong under loss_mask",
+                f"Got sampled token {int(self.sampled[bad][0])} at position {self._name(bad)}"
+                f", expected ids from 0 to {self.vocab_size - 1}",
+                "Try the tokenizer of this model; padding positions belong under loss_mask",
             )
 
     def check(self, slot_0: Tensor, scaled_logits: Callable[[int], Tensor]) -> DeferredCheck:
@@ -103,15 +104,15 @@ class Positions:
         culprit = (~(z < torch.inf)).nonzero().flatten().tolist()
         if not culprit and math.isfinite(float(z.max())):
             raise InputError(
-                f"sampled token {int(self.sampled[row])} with logit −inf at position {self._name(bad)}",
-                "a sampled token that can be sampled",
-                "scoring without top-k, top-p or min-p truncation, and sampled ids aligned with the logits",
+                f"Got sampled token {int(self.sampled[row])} with logit −inf at position {self._name(bad)}"
+                ", expected a sampled token that can be sampled",
+                "Try scoring without top-k, top-p or min-p truncation, and sampled ids aligned with the logits",
             )
         what = f"logit {float(z[culprit[0]])} of token {culprit[0]}" if culprit else "only −inf logits"
         raise InputError(
-            f"{what} at position {self._name(bad)} ({int(bad.sum())} such positions)",
-            "finite logits, or −inf for tokens that are excluded",
-            "on_invalid='mask' to leave such positions out and count them, or a smaller learning rate",
+            f"Got {what} at position {self._name(bad)} ({int(bad.sum())} such positions)"
+            ", expected finite logits, or −inf for tokens that are excluded",
+            "Try on_invalid='mask' to leave such positions out and count them, or a smaller learning rate",
         )
 
     def _name(self, bad: Tensor) -> list[int]:

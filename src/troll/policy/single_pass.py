@@ -44,7 +44,9 @@ def plan(products: Products, needs_weight: bool, budget: int | None) -> Plan:
     if budget is None:
         budget = BUDGET.get(products.hidden.device.type, BUDGET["other"])
     elif budget <= 0:
-        raise InputError(f"memory_budget={budget}", "bytes, at least 1", "memory_budget=None, or 3 * 2**30")
+        raise InputError(
+            f"Got memory_budget={budget}, expected bytes, at least 1", "Try memory_budget=None, or 3 * 2**30"
+        )
     if products.dtype == torch.float16:
         return Plan("recompute", 0)
     row = V * products.dtype.itemsize

@@ -90,7 +90,7 @@ class SparsePolicy:
 
     def detach(self) -> SparsePolicy:
         """The same numbers as constants."""
-        return self._map(torch.Tensor.detach)
+        return self._map(lambda x: x.detach() if x.requires_grad else x)
 
     def to(self, device: torch.device | str) -> SparsePolicy:
         """The same numbers on another device."""
@@ -128,24 +128,26 @@ class SparsePolicy:
 def check_temperature(temperature: float) -> None:
     """Refuse a temperature that is not a positive number."""
     if not (math.isfinite(temperature) and temperature > 0):
-        raise InputError(f"temperature={temperature}", "a number > 0", "the temperature the rollout was sampled with")
+        raise InputError(
+            f"Got temperature={temperature}, expected a number > 0", "Try the temperature the rollout was sampled with"
+        )
 
 
 def _check_form(policy: SparsePolicy) -> None:
     ids, log_probs, log_tail = policy.token_ids, policy.log_probs, policy.log_tail
     if ids.shape != log_probs.shape or ids.shape[:-1] != log_tail.shape or ids.dim() == 0 or ids.shape[-1] == 0:
         raise InputError(
-            f"token_ids {list(ids.shape)}, log_probs {list(log_probs.shape)}, log_tail {list(log_tail.shape)}",
-            "shapes [..., K], [..., K] and [...] with K ≥ 1",
-            "troll.sparsify(logits, sampled), which makes all three",
+            f"Got token_ids {list(ids.shape)}, log_probs {list(log_probs.shape)}, log_tail {list(log_tail.shape)}"
+            ", expected shapes [..., K], [..., K] and [...] with K ≥ 1",
+            "Try troll.sparsify(logits, sampled), which makes all three",
         )
     if ids.dtype != torch.int64:
-        raise InputError(f"token_ids of {ids.dtype}", "int64", "token_ids.long()")
+        raise InputError(f"Got token_ids of {ids.dtype}, expected int64", "Try token_ids.long()")
     if log_probs.dtype not in (torch.float32, torch.float64) or log_tail.dtype != log_probs.dtype:
         raise InputError(
-            f"log_probs of {log_probs.dtype}, log_tail of {log_tail.dtype}",
-            "float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
-            "taking the log-softmax in float32: logits.float().log_softmax(-1)",
+            f"Got log_probs of {log_probs.dtype}, log_tail of {log_tail.dtype}"
+            ", expected float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
+            "Try taking the log-softmax in float32: logits.float().log_softmax(-1)",
         )
     check_temperature(policy.temperature)
 
@@ -181,7 +183,7 @@ def _check_content(policy: SparsePolicy) -> None:
         if bool(bad.any()):
             at = tuple(bad.nonzero()[0].tolist())
             given = f"position {list(at)} with token_ids {_brief(ids[at])}, log_probs {_brief(log_probs[at])}"
-            raise InputError(f"{given}, log_tail {float(log_tail[at]):.4g}", expected, hint)
+            raise InputError(f"Got {given}, log_tail {float(log_tail[at]):.4g}, expected {expected}", f"Try {hint}")
 
 
 def _brief(row: Tensor) -> str:

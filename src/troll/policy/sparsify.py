@@ -82,12 +82,11 @@ class _Rows(Positions):
         skip: Tensor | None = None,
     ) -> None:
         if not logits.is_floating_point():
-            raise InputError(f"logits of {logits.dtype}", "a floating type", "the model's output logits")
+            raise InputError(f"Got logits of {logits.dtype}, expected a floating type", "Try the model's output logits")
         if logits.dim() < 1 or logits.shape[-1] < 1 or sampled.shape != logits.shape[:-1]:
             raise InputError(
-                f"logits {list(logits.shape)} and sampled {list(sampled.shape)}",
-                "[..., V] and [...]",
-                "logits that predict the sampled tokens: logits[:, :-1] and input_ids[:, 1:]",
+                f"Got logits {list(logits.shape)} and sampled {list(sampled.shape)}, expected [..., V] and [...]",
+                "Try logits that predict the sampled tokens: logits[:, :-1] and input_ids[:, 1:]",
             )
         super().__init__(logits.shape[-1], sampled, temperature, loss_mask, on_invalid, skip)
         self.logits = logits.reshape(-1, logits.shape[-1]) if sampled.dim() != 1 else logits

@@ -23,16 +23,18 @@ def check_kl_bound(kl_bound: float | Tensor) -> None:
             return
         kl_bound = float(kl_bound[~(kl_bound >= 0)].flatten()[0])
     if math.isnan(kl_bound) or kl_bound < 0:
-        raise InputError(f"kl_bound={kl_bound}", "a number ≥ 0", f"{KL_BOUND}, the default (0.05 is the authors')")
+        raise InputError(
+            f"kl_bound must be a number ≥ 0, got {kl_bound}", f"The default is {KL_BOUND}; the paper uses 0.05"
+        )
 
 
 def check_shapes(proposal: Tensor, old: Tensor) -> None:
     """Refuse rows that do not belong together."""
     if proposal.shape != old.shape or proposal.dim() == 0 or proposal.shape[-1] == 0:
         raise InputError(
-            f"proposal {list(proposal.shape)} and old {list(old.shape)}",
-            "the same shape [..., K] with K ≥ 1",
-            "troll.policy.align, which brings two sparse policies onto one support",
+            f"Got proposal {list(proposal.shape)} and old {list(old.shape)}"
+            ", expected the same shape [..., K] with K ≥ 1",
+            "Try troll.policy.align, which brings two sparse policies onto one support",
         )
 
 
@@ -40,13 +42,14 @@ def check_types(proposal: Tensor, old: Tensor) -> None:
     """Refuse other precisions, and an old policy that is not constant."""
     if proposal.dtype not in (torch.float32, torch.float64) or proposal.dtype != old.dtype:
         raise InputError(
-            f"proposal of {proposal.dtype}, old of {old.dtype}",
-            "float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
-            "logits.float().log_softmax(-1)",
+            f"Got proposal of {proposal.dtype}, old of {old.dtype}"
+            ", expected float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
+            "Try logits.float().log_softmax(-1)",
         )
     if old.requires_grad:
         raise InputError(
-            "an old policy that requires gradient", "a constant", "torch.no_grad() when scoring it, or old.detach()"
+            "Got an old policy that requires gradient, expected a constant",
+            "Try torch.no_grad() when scoring it, or old.detach()",
         )
 
 
@@ -60,9 +63,9 @@ def check_lost_mass(lost: Tensor, max_lost_mass: float) -> None:
     """Refuse a proposal that has, on average over these positions, too much mass where the old policy has none."""
     if bool(lost.sum() > max_lost_mass * max(1, lost.numel())):
         raise InputError(
-            f"a proposal with {float(lost.mean()):.3g} of its mass, on average, on tokens the old one excludes (−inf)",
-            f"at most max_lost_mass={max_lost_mass}",
-            "scoring both policies without top-k, top-p or min-p truncation, or truncating both to the same tokens",
+            f"Got a proposal with {float(lost.mean()):.3g} of its mass, on average, on tokens the old one excludes, "
+            f"expected at most max_lost_mass={max_lost_mass}",
+            "Try scoring both policies without top-k, top-p or min-p truncation, or truncating both to the same tokens",
         )
 
 
@@ -75,9 +78,9 @@ def jagged_rows(proposal: Any, old: Any) -> tuple[Tensor, Tensor, Tensor]:
         if offsets is other or torch.equal(offsets, other):
             return proposal.values(), old.values(), offsets
     raise InputError(
-        f"proposal {_form(proposal)} and old {_form(old)}",
-        "two dense tensors, or two jagged ones [N, *] with the same offsets",
-        "torch.nested.nested_tensor_from_jagged(values, offsets) for both",
+        f"Got proposal {_form(proposal)} and old {_form(old)}"
+        ", expected two dense tensors, or two jagged ones [N, *] with the same offsets",
+        "Try torch.nested.nested_tensor_from_jagged(values, offsets) for both",
     )
 
 
@@ -116,14 +119,14 @@ def _refuse_content(proposal: Tensor, old: Tensor, norms: list[Tensor]) -> None:
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             raise InputError(
-                f"{name} with log-probability {float(x[tuple(at)])} at position {at[:-1]}, token {at[-1]}",
-                "log-probabilities: finite, or −inf for excluded tokens",
-                "masking that position out before the projection, and looking for what made its logits NaN or inf",
+                f"Got {name} with log-probability {float(x[tuple(at)])} at position {at[:-1]}, token {at[-1]}"
+                ", expected log-probabilities: finite, or −inf for excluded tokens",
+                "Try masking that position out before the projection, and looking for what made its logits NaN or inf",
             )
         if bool(unnormalised.any()):
             at = unnormalised.nonzero()[0].tolist()
             raise InputError(
-                f"{name} whose probabilities sum to {float(norm[tuple(at)].exp()):.6g} at position {at}",
-                "log-probabilities that are normalised over the support",
-                "torch.log_softmax(logits, dim=-1)",
+                f"Got {name} whose probabilities sum to {float(norm[tuple(at)].exp()):.6g} at position {at}"
+                ", expected log-probabilities that are normalised over the support",
+                "Try torch.log_softmax(logits, dim=-1)",
             )

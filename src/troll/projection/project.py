@@ -185,6 +185,7 @@ def expand_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -> T
         bound = torch.full((), kl_bound, dtype=dtype, device=like.device)
     if bound.shape not in (torch.Size(), shape):
         raise InputError(
-            f"kl_bound {list(bound.shape)} for positions {list(shape)}", "one number, or one per position", "a float"
+            f"Got kl_bound {list(bound.shape)} for positions {list(shape)}, expected one number, or one per position",
+            "Try a float",
         )
     return bound.expand(shape)
