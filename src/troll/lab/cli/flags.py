@@ -21,7 +21,7 @@ from troll.lab.runs.folder import ABOUT, COMPARISON
 from troll.lab.runs.formatting import one_line
 from troll.lab.training.settings import DEFAULT_MODEL, RunSettings
 from troll.trl import TROLLConfig
-from troll.trl.robust.fingerprint import translate_settings
+from troll.trl.robust.renamed_settings import translate_settings
 
 SHOWN = {  # in --help
     "run": (*(field.name for field in dataclasses.fields(RunSettings)), "allow_changes"),
