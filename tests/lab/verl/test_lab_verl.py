@@ -88,6 +88,7 @@ AUTHORS = (
 EXPECTED = {
     "hydra.searchpath": "[pkg://troll.verl.configs]",
     "+trust_region": "troll",
+    f"{LOSS}.preset": "default",
     f"{LOSS}.kl_bound": "0.05",
     f"{LOSS}.regression_coef": "1.0",
     f"{LOSS}.tail": "bucket",
@@ -167,7 +168,7 @@ def test_the_settings_of_the_authors():
 CLIPS = {f"{ACTOR}.clip_ratio{x}" for x in ("", "_low", "_high", "_c")}
 TROLLS = {
     *("hydra.searchpath", "+trust_region", f"{ENGINE}.max_support", f"{ENGINE}.tail_mass"),
-    *(f"{LOSS}.{x}" for x in ("kl_bound", "regression_coef", "tail", "importance_sampling_level")),
+    *(f"{LOSS}.{x}" for x in ("preset", "kl_bound", "regression_coef", "tail", "importance_sampling_level")),
 }
 
 
@@ -189,6 +190,8 @@ def test_arms_differ_in_the_loss_alone(region: str, level: str):
 
 ONE_FLAG: list[tuple[list[str], dict[str, str | None]]] = [
     (["--kl_bound", "inf"], {f"{LOSS}.kl_bound": "inf"}),
+    (["--preset", "paper"], {f"{LOSS}.preset": "paper", f"{LOSS}.kl_bound": "0.05", f"{LOSS}.tail": "floor"}),
+    (["--preset", "paper", "--kl_bound", "0.1"], {f"{LOSS}.kl_bound": "0.1", f"{LOSS}.tail": "floor"}),
     (["--tail", "floor", "--max_support", "16"], {f"{LOSS}.tail": "floor", f"{ENGINE}.max_support": "16"}),
     (
         ["--tail_mass", "0.001", "--regression_coef", "2"],
@@ -354,7 +357,7 @@ REFUSED = [
     (["--loss_type", "cispo", "--trust_region", "clip"], "--loss_type cispo.*loss_mode=cispo"),
     (["--scale_rewards", "batch"], "standard deviation of the group"),
     (["--measure_kl", "--trust_region", "clip"], "--measure_kl True.*not recorded"),
-    (["--bound", "entropy"], "--bound entropy.*keeps nothing from one rollout"),
+    (["--kl_bound_schedule", "entropy max=1.0"], "--kl_bound_schedule is not supported.*keeps no state"),
     (
         ["--kl_bound_schedule", "projected target=0.03"],
         "--kl_bound_schedule is not supported with --engine verl.*the bound is",
@@ -391,7 +394,7 @@ def test_refused_by_name_and_with_the_reason(argv: list[str], words: str):
 
 ACCEPTED = [
     ["--measure_kl"],
-    ["--bound", "fixed"],
+    ["--preset", "paper"],
     ["--logging_steps", "1", "--optim", "adamw_torch"],
     ["--use_bias_correction_kl", "true"],
     ["--use_bias_correction_kl", "false", "--beta", "0.1"],

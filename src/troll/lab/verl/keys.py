@@ -123,6 +123,12 @@ KEYS: dict[str, tuple[Key, ...]] = {
             _only_if(_troll, lambda s: "troll"),
             "`troll`; left out with `clip` and `none`",
         ),
+        Key(
+            f"{_LOSS}.preset",
+            ("preset",),
+            _only_if(_troll, lambda s: s.args.preset),
+            "its values are set explicitly, too",
+        ),
         Key(f"{_LOSS}.kl_bound", ("kl_bound",), _only_if(_troll, lambda s: s.args.kl_bound)),
         Key(f"{_LOSS}.regression_coef", ("regression_coef",), _only_if(_troll, lambda s: s.args.regression_coef)),
         Key(f"{_LOSS}.tail", ("tail",), _only_if(_troll, lambda s: s.args.tail)),
