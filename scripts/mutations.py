@@ -83,7 +83,7 @@ MUTATIONS = [
              "before = (log_weight - log_ratio).exp()", "before = log_weight.exp()"),
     Mutation("sequence KL the other way", "diagnostics/sequences.py",
              "token_kl(aligned.old, aligned.proposal)", "token_kl(aligned.proposal, aligned.old)"),
-    Mutation("interval without Bessel's correction", "diagnostics/intervals.py", "M / (M - 1) * ", ""),
+    Mutation("interval without Bessel's correction", "diagnostics/sequences.py", "M / (M - 1) * ", ""),
     Mutation("gradient on log-probabilities as on logits", "diagnostics/gradients.py", "(g - probs * g.sum(-1, keepdim=True))", "g"),
     Mutation("variance under the old policy", "diagnostics/conditioning.py", "moments(projection.log_probs[active]", "moments(log_old"),
     Mutation("mismatch the other way", "diagnostics/mismatch.py", "log_probs[1] - log_probs[0]", "log_probs[0] - log_probs[1]"),

@@ -20,14 +20,13 @@ estimator                     A                                 from            
 The first three return [B], one advantage per sample; the others [B, T], 0 outside ``loss_mask``. :func:`whiten` brings
 what ``gae`` returns to mean 0 and variance 1. Bad input raises :class:`troll.errors.InputError`.
 
-Files: ``inputs`` checks, ``groups`` groups, ``outcome`` one reward per sample, ``returns`` rewards per token,
-``whitening`` batch statistics.
+Files: ``inputs`` checks, ``groups`` groups, ``outcome`` one reward per sample, ``returns`` rewards per token and
+whitening.
 """
 
 from __future__ import annotations
 
 from troll.advantages.outcome import dr_grpo, grpo, reinforce_pp_baseline, rloo
-from troll.advantages.returns import gae, reinforce_pp
-from troll.advantages.whitening import whiten
+from troll.advantages.returns import gae, reinforce_pp, whiten
 
 __all__ = ["dr_grpo", "gae", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "whiten"]

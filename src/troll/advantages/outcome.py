@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from troll.advantages.groups import group_deviation, group_samples, group_sum
 from troll.advantages.inputs import as_mask, as_rewards, require_eps, require_finite
-from troll.advantages.whitening import whiten
+from troll.advantages.returns import whiten
 from troll.errors import InputError
 
 if TYPE_CHECKING:

@@ -4,6 +4,9 @@ A completion of several turns contains tokens the policy did not write, such as 
 there. Time is the sequence of *counted* tokens: t+1 below is the next counted token, however many masked ones lie
 between. A masked token receives nothing, passes everything on undiscounted, and its reward and value are not read: a
 reward for a tool's result belongs on a counted token.
+
+``whiten`` brings all counted entries of a batch to mean 0 and variance 1. Its statistics are taken over the counted
+entries alone, gathered in order: columns of padding, whatever they contain, change no bit of the result.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from troll.advantages.inputs import as_mask, as_token_floats, require_between, require_finite
-from troll.advantages.whitening import whiten
+from troll.advantages.inputs import as_mask, as_token_floats, require_between, require_eps, require_finite
+from troll.errors import InputError
 
-__all__ = ["gae", "reinforce_pp"]
+__all__ = ["gae", "reinforce_pp", "whiten"]
 
 
 def reinforce_pp(token_rewards: Tensor, loss_mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -87,3 +90,34 @@ def _next_counted(v: Tensor, mask: Tensor) -> Tensor:
     end = torch.full((B, 1), T, device=v.device)
     following = torch.cat([nearest[:, 1:], end], dim=1)  # [B, T] nearest counted position > t
     return torch.cat([v, v.new_zeros(B, 1)], dim=1).gather(1, following)
+
+
+def whiten(values: Tensor, loss_mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Return (x − μ) / √(σ² + eps), with μ and the unbiased σ² over the n counted entries of the batch.
+
+        μ = 1/n Σ x,   σ² = 1/(n−1) Σ (x − μ)²
+
+    Equal entries give exactly 0. In distributed training each process whitens what it is given: gather first for
+    statistics of the global batch.
+
+    Args:
+        values: [B, T] anything to whiten; what lies under the mask is not read and may be NaN.
+        loss_mask: [B, T] 1 where a token counts; at least two must.
+        eps: keeps equal entries from a division by 0.
+
+    Returns:
+        [B, T] a detached constant in float32 (float64 if ``values`` is), 0 outside the mask.
+    """
+    require_eps(eps, 1e-8)
+    mask = as_mask(loss_mask)
+    x = as_token_floats("values", values, mask)
+    counted = x[mask]  # [n]
+    n = counted.numel()
+    if n < 2:
+        raise InputError(
+            f"Got loss_mask with {n} counted tokens, expected at least 2: one has no variance", "Try a larger batch"
+        )
+    above = counted - counted.min()  # the deviations are the same, and equal entries are exactly 0
+    deviation = above - above.sum() / n
+    variance = require_finite("variance", deviation.square().sum() / (n - 1))
+    return torch.zeros_like(x).masked_scatter_(mask, deviation / (variance + eps).sqrt())

@@ -20,9 +20,15 @@ from __future__ import annotations
 
 from troll.diagnostics.conditioning import Conditioning, solver_conditioning
 from troll.diagnostics.gradients import GradientComparison, GradientKept, compare_gradients, logit_gradient
-from troll.diagnostics.intervals import Estimate, estimate_mean
 from troll.diagnostics.mismatch import Mismatch, sampler_mismatch
-from troll.diagnostics.sequences import SequenceKL, SequenceTerms, estimate_sequence_kl, sequence_terms
+from troll.diagnostics.sequences import (
+    Estimate,
+    SequenceKL,
+    SequenceTerms,
+    estimate_mean,
+    estimate_sequence_kl,
+    sequence_terms,
+)
 from troll.diagnostics.spectrum import Spectrum, by_advantage, by_class, by_position, kl_per_token
 from troll.diagnostics.vocabulary import CLASSES, TokenClasses, token_classes
 

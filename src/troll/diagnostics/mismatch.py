@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from troll.diagnostics.inputs import as_mask, per_token
-from troll.diagnostics.intervals import effective_share
+from troll.diagnostics.sequences import effective_share
 from troll.errors import InputError
 
 __all__ = ["Mismatch", "sampler_mismatch"]

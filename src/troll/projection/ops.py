@@ -16,21 +16,21 @@ from torch import Tensor
 
 from troll.implementation import Impl, choose
 from troll.policy import LOG_FLOOR, token_kl
+from troll.policy.scoring import KERNEL_SUPPORT
 from troll.projection.bracketing import solve_bracketing
 from troll.projection.derivative import vjp
 from troll.projection.geodesic import point, solver_dtype
 from troll.projection.newton import Solution, solve_newton
 
 SOLVERS = {"newton": solve_newton, "bracketing": solve_bracketing}
-MAX_KERNEL_SUPPORT = 256
 
 
 def kernel_cannot(support: int, solver: str) -> str | None:
     """What about a projection the kernels cannot do, if anything."""
     if solver != "newton":
         return f"solver={solver!r} has no kernel"
-    if support > MAX_KERNEL_SUPPORT:
-        return f"a support of {support} tokens is more than the {MAX_KERNEL_SUPPORT} a kernel holds"
+    if support > KERNEL_SUPPORT:
+        return f"a support of {support} tokens is more than the {KERNEL_SUPPORT} a kernel holds"
     return None
 
 
