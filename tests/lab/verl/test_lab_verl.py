@@ -63,7 +63,7 @@ def setup(*argv: str, prompts: int = 1024, model: str = "Qwen/Qwen3-8B", **facts
         "gpus": run.gpus_per_node or 1,
         "environment": {LOG: "/runs/a run/verl/metrics-1.jsonl"},
     }
-    explicit = frozenset(flags.said)
+    explicit = frozenset(flags.given)
     return Setup(run=run, args=args, model=model_config, explicit=explicit, prompts=prompts, **{**known, **facts})
 
 
