@@ -95,14 +95,14 @@ MUTATIONS = [
     Mutation("old policies of the wrong sequences", "trl/passes.py", "return self.policies", "return self.policies[::-1]"),
     Mutation("TRL's clip left on", "trl/trainer.py", "self.epsilon_low = self.epsilon_high = math.inf", "pass"),
     Mutation("rollout forgotten on resume", "trl/robust/resume.py", "self._buffered_inputs = rollout_state.load(path, self.accelerator.device)", "pass"),
-    Mutation("a rule that looks ahead", "lab/report/rules/finding.py", "said=history.ends(i)", "said=history.ends(j)"),
+    Mutation("a rule that looks ahead", "lab/report/rules/rule.py", "said=history.ends(i)", "said=history.ends(j)"),
     Mutation("noise taken for a fall", "lab/report/rules/learning.py", "steps * noise(history)) & (best > base)", "0 * noise(history)) & (best > base)"),
     Mutation("one low rollout of two for a fall", "lab/report/rules/learning.py", "SUDDEN_ROLLOUTS, np.max)", "SUDDEN_ROLLOUTS, np.min)"),
     Mutation("a wider bound whatever it is", "lab/report/rules/trust_region.py", "wider if bound < WIDE_BOUND else None", "wider"),
     Mutation("entropy of a solved task", "lab/report/rules/learning.py", "& stalled(history) & ~near_top(history)", "& stalled(history)"),
     Mutation("solved, whatever is left", "lab/report/rules/learning.py", "& (left > LEFT)", "& (left > 1)"),
     Mutation("one rollout enough for a warning", "lab/report/rules/history.py", "np.min) == 1.0", "np.max) == 1.0"),
-    Mutation("a warning every time", "lab/report/rules/all_rules.py", "self._known.add(finding.name)", "pass"),
+    Mutation("a warning every time", "lab/report/rules/__init__.py", "self._known.add(finding.name)", "pass"),
 ]  # fmt: skip
 
 

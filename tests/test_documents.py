@@ -19,7 +19,7 @@ import torch
 import troll
 from troll.implementation import VARIABLE, Impl, choose
 from troll.lab.cli import main
-from troll.lab.report.rules import RULES, Watch, learning, reward
+from troll.lab.report.rules import RULES, RuleMonitor, history, learning
 from troll.lab.report.rules import health as upkeep
 from troll.lab.report.rules import trust_region as region
 from troll.lab.runs import Run
@@ -325,12 +325,12 @@ def test_the_warnings_on_the_page(tmp_path: Path) -> None:
     name = "arithmetic-none"
     lines = Run(EXPLAINED / "runs" / name).metrics()
     (tmp_path / "run.json").write_text((EXPLAINED / "runs" / name / "run.json").read_text())
-    watch, said = Watch(tmp_path), []
+    monitor, said = RuleMonitor(tmp_path), []
     for line in lines:
-        watch.add(line)
-        said += [x.line() for x in watch.new()] if line["step"] % 8 == 0 else []
+        monitor.add(line)
+        said += [x.line() for x in monitor.new()] if line["step"] % 8 == 0 else []
     assert said == marked(f"warned: {name}").splitlines()
-    assert [x.line() for x in watch.new()] == []
+    assert [x.line() for x in monitor.new()] == []
 
 
 def test_the_rules_on_the_page() -> None:
@@ -343,13 +343,13 @@ def test_the_rules_on_the_page() -> None:
             *(learning.COLLAPSED_ROLLOUTS, learning.COLLAPSED, learning.FALLEN),
             *(learning.SUDDEN_ROLLOUTS, learning.SUDDEN),
         ),
-        "no_signal": (learning.SAME_REWARD, reward.SMOOTH),
+        "no_signal": (learning.SAME_REWARD, history.SMOOTH),
         "flat": (learning.FLAT_ROLLOUTS, learning.RISEN),
         "cut_completions": (upkeep.CUT, upkeep.ROLLOUTS),
         "sampler_mismatch": (upkeep.MISMATCH, upkeep.ROLLOUTS),
         "projected": (region.PROJECTED, region.ROLLOUTS, region.WIDE_BOUND),
         "far_outside": (region.FAR, region.FAR_NATS, region.ROLLOUTS),
-        "entropy_collapse": (learning.ENTROPY_LEFT, reward.SMOOTH),
+        "entropy_collapse": (learning.ENTROPY_LEFT, history.SMOOTH),
         "regression_outweighs": (region.OUTWEIGHS, region.WEAK, region.ROLLOUTS),
         "clipped": (region.CLIPPED, region.CLIPPED_SEQUENCES, region.ROLLOUTS),
         "kept_mass": (region.KEPT_MASS_FLOOR, region.KEPT_MASS_BUCKET, region.ROLLOUTS),
@@ -360,9 +360,9 @@ def test_the_rules_on_the_page() -> None:
     }.items():
         assert {f"{x:g}" for x in thresholds} <= set(re.findall(r"\d[\d.]*\d|\d", rows[name])), name
     text = " ".join(EXPLAIN.split())
-    assert f"averaged over {reward.SMOOTH} rollouts" in text
-    assert f"median over {reward.SMOOTH} rollouts is at least {reward.NEAR_TOP:g}" in text
-    assert f"It *rests* if {reward.STALLED} rollouts" in text
+    assert f"averaged over {history.SMOOTH} rollouts" in text
+    assert f"median over {history.SMOOTH} rollouts is at least {history.NEAR_TOP:g}" in text
+    assert f"It has *plateaued* if {history.STALLED} rollouts" in text
 
 
 def test_the_tables_of_real_runs() -> None:

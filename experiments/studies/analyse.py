@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from results import RESULTS, read
 from scores import Finalist, Measure, at, axis_of, end, eval_reward, finalists, labels, mean, strata
 
-from troll.lab.report.data import Missing
+from troll.lab.report.run_data import Missing
 from troll.lab.report.style import save, style
 from troll.lab.runs.folder import Line
 

@@ -34,7 +34,7 @@ from scores import (
     spread,
 )
 
-from troll.lab.report.data import Array, Missing
+from troll.lab.report.run_data import Array, Missing
 from troll.lab.report.style import DASHES, End, Size, colour, label_ends, log_axis, mark_level, panels, tick
 from troll.lab.runs.arms import ARMS
 from troll.lab.runs.folder import Line

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 from studies_cases import cell, figures, line, network
 
-from troll.lab.report.data import Missing
+from troll.lab.report.run_data import Missing
 from troll.lab.report.style import PALETTE, save, style
 
 

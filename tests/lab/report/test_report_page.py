@@ -72,7 +72,7 @@ def test_a_run_becomes_one_page_with_everything(folder, tmp_path):
     for text in (
         "smollm2-135m, 135 M parameters",
         "TROLL, KL ≤ 0.05",
-        "never above 0.05",
+        "the bound is 0.05",
         "troll train --run_name arithmetic-troll --trust_region troll --seed 0",
         "learning_rate: 2.0e-05",
         "updates_per_generation",
@@ -153,7 +153,7 @@ def test_a_clip_run_claims_no_projection(tmp_path):
     page = report(cases.write_run(tmp_path / "run", "clip", updates=16))
     assert "figure-solver_steps" not in page.figures()
     assert "share of tokens clipped" in page.text
-    assert "nothing bounds it" in page.text
+    assert "without a bound" in page.text
     assert "projected" not in page.text
     assert "bound 0.05" not in page.text
 
@@ -187,7 +187,7 @@ def test_a_run_that_has_just_begun(run):
 @pytest.mark.parametrize("updates", [1, 2, 3])
 def test_a_few_updates_are_enough(tmp_path, updates):
     page = report(cases.write_run(tmp_path / "run", updates=updates, per_rollout=1, reach=0))
-    assert "each rollout serves one update" in page.text
+    assert "each rollout is used for one update" in page.text
 
 
 def test_a_line_cut_short_and_numbers_that_are_none_change_nothing_else(run, page):
@@ -233,7 +233,7 @@ def test_an_unknown_format_and_a_place_that_cannot_be_written_are_refused(run, t
     with pytest.raises(InputError, match="gif"):
         write_report(run, formats=("gif",))
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="can be written"):
+    with pytest.raises(InputError, match="cannot be written"):
         write_report(run, tmp_path / "file" / "report.html", figures=False)
 
 
@@ -271,7 +271,7 @@ def test_a_comparison_in_progress_says_what_is_missing(tmp_path):
     (folder / "troll-1" / "metrics.jsonl").unlink()
     page = report(folder)
     assert "clip ±0.2 (0 runs)" in page.text
-    assert "Not finished, and not in the numbers: clip-0, clip-1, clip-2." in page.text
+    assert "Not finished, excluded from the numbers: clip-0, clip-1, clip-2." in page.text
     assert page.text.count("No measure has been computed yet.") == 2
     assert "TROLL, KL ≤ 0.05, seed 0" in page.text
 

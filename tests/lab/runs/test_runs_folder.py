@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from troll.errors import InputError
+from troll.lab.cli import main
 from troll.lab.runs import Comparison, Run, append_line, write_json
 
 HOSTILE = ["</script>\u2028\u2029\x00\x1b[31m", "\ud83d", "é漢🙂", '"\\\n\r\t', "\udc80 NaN"]
@@ -132,3 +134,20 @@ def test_the_runs_of_a_comparison_that_exist(tmp_path: Path) -> None:
     comparison = Comparison.open(tmp_path)
     assert [run.path.name for run in comparison.runs("troll")] == ["troll-1"]
     assert [run.path.name for run in comparison.runs("clip")] == ["clip-0"]
+
+
+def test_a_run_of_version_0_1_0_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`troll runs`, `explain` and `report` on a folder written before settings were renamed."""
+    stored = Path(__file__).resolve().parents[2] / "stored" / "run-0.1.0.tar.gz"
+    with tarfile.open(stored) as archive:
+        archive.extractall(tmp_path, filter="data")
+    raw = json.loads((tmp_path / "runs" / "arithmetic-troll" / "run.json").read_text())["settings"]
+    settings = Run.open(tmp_path / "runs" / "arithmetic-troll").about["settings"]
+    assert {"bound", "reward_errors"} <= raw.keys()
+    assert not {"bound", "reward_errors"} & settings.keys()
+    assert {"kl_bound_schedule", "on_invalid_reward"} <= settings.keys()
+    for command, shown in (("runs", "arithmetic-troll"), ("explain", "Trust region"), ("report", "Report: ")):
+        name = [] if command == "runs" else ["arithmetic-troll"]
+        assert main([command, *name, "--runs_dir", str(tmp_path / "runs")]) == 0
+        assert shown in capsys.readouterr().out
+

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from troll.lab.report.rules import Watch
+from troll.lab.report.rules import RuleMonitor
 from troll.lab.runs import Run, write_json
 from troll.lab.runs.formatting import clock
 from troll.lab.training.progress import ShowProgress, say, summary
@@ -49,7 +49,7 @@ def shown(terminal: bool, updates: int = 8, main: bool = True, stop_at: int = 99
 def watched(folder: Path, terminal: bool, updates: int, main: bool = True, first: int = 0, stop_at: int = 99) -> str:
     """What a run of four updates on each rollout shows, in which two fifths of the tokens are projected throughout."""
     file = io.StringIO()
-    progress = ShowProgress(Console(force_terminal=terminal, file=file, width=400), Watch(folder))
+    progress = ShowProgress(Console(force_terminal=terminal, file=file, width=400), RuleMonitor(folder))
     state = SimpleNamespace(global_step=first, max_steps=updates, is_world_process_zero=main)
     control: Any = None
     progress.on_train_begin(ARGS, state, control)

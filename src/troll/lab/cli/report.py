@@ -10,7 +10,7 @@ from pathlib import Path
 
 from troll.errors import InputError
 from troll.lab.cli.main import Parser, existing_folder, yes_or_no
-from troll.lab.report.rules import Explanation, explain
+from troll.lab.report.narrator import Explanation, explain
 from troll.lab.runs import Comparison
 from troll.lab.runs.folder import ABOUT, COMPARISON
 from troll.lab.runs.formatting import one_line
@@ -131,14 +131,17 @@ def lines_of(one: Explanation) -> Iterator[str]:
     if one.entry.state == "broken":
         return
     if not one.findings:
-        yield from _paragraph("Signs of trouble", ["None detected."])
+        yield from _paragraph("Findings", ["No rule found a problem."])
     else:
-        yield from ("", "Signs of trouble")
+        yield from ("", "Findings")
         for finding in one.findings:
-            head = f"{finding.level.capitalize()}, {finding.when}: {finding.seen}."
-            yield from _item("-", f"{head} {finding.means}.")
+            yield from _item("-", finding.statement)
+    if one.unchecked:
+        yield from ("", "Not checked")
+        for rules in one.unchecked:
+            yield from _item("-", f"{rules}.")
     if one.changes:
-        yield from ("", "What to change, the greatest effect first")
+        yield from ("", "Suggested changes, the largest effect first")
         for i, change in enumerate(one.changes, 1):
             if change.flags:
                 yield f"  {i}. {change.flags}"
@@ -146,7 +149,7 @@ def lines_of(one: Explanation) -> Iterator[str]:
             else:
                 yield from _item(f"{i}.", change.why)
     if one.commands:
-        yield from ("", "To type", *(f"  {command}" for command in one.commands))
+        yield from ("", "Commands", *(f"  {command}" for command in one.commands))
 
 
 def _paragraph(title: str, sentences: Sequence[str]) -> Iterator[str]:

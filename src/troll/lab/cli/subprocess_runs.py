@@ -21,7 +21,7 @@ from rich.table import Table
 from troll.lab.runs import Run
 from troll.lab.runs.folder import ABOUT
 from troll.lab.runs.formatting import duration, one_line
-from troll.lab.runs.summary import summarise
+from troll.lab.runs.statistics import column
 
 _LAST_LINES = 12  # of the output of a failed run
 _STOPPED = 130  # exit code
@@ -103,10 +103,11 @@ class Child:
 
     def _finish(self) -> None:
         self.state = "finished"
-        summary = summarise(Run(self.folder))
-        rewards = {"held-out reward": summary.held_out_last, "reward": summary.reward_last}
-        found = [f"{name} {value:.3f}" for name, value in rewards.items() if value is not None]
-        self.result = ", ".join([*found[:1], duration(summary.seconds)])
+        run = Run(self.folder)
+        held_out, sampled = column(run.evaluations(), "eval_reward"), column(run.metrics(), "reward")
+        rewards = {"held-out reward": held_out, "reward": sampled}
+        shown = [f"{name} {values[-1]:.3f}" for name, values in rewards.items() if values]
+        self.result = ", ".join([*shown[:1], duration(run.about["seconds"])])
 
 
 def run_children(children: Sequence[Child], jobs: int, console: Console) -> bool:

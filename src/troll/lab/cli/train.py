@@ -17,7 +17,6 @@ from troll.lab.cli.main import existing_folder
 from troll.lab.runs import Run, check_run_name, free_run_name
 from troll.lab.runs.folder import CONFIG
 from troll.lab.runs.listing import resumable_from
-from troll.lab.runs.summary import sentences
 from troll.lab.runs.writer import run_name_of
 from troll.lab.training.settings import DEFAULT_MODEL, ONLY_VERL, RunSettings, defaults
 from troll.trl.robust.fingerprint import differences, refuse_changes
@@ -284,7 +283,9 @@ def conclusion(run: Run, settings: RunSettings) -> Iterator[str]:
     if run.about["status"] == "interrupted":
         yield f"Interrupted; a checkpoint was saved. Resume with: {_resume(run.path)}"
         return
-    yield from sentences(run)
+    from troll.lab.report import narrator
+
+    yield from narrator.conclusion(run)
     if settings.write_report:
         from troll.lab.report import write_report
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from troll.lab.report.data import Line, Missing, RunData, finite, group_size, grouped
-from troll.lab.report.group_figures import kl_groups
-from troll.lab.report.region_figures import constrained, kl, ratio, sequence_kl, solver_steps
+from troll.lab.report.region_figures import constrained, kl, kl_groups, ratio, sequence_kl, solver_steps
+from troll.lab.report.run_data import Line, Missing, RunData, group_size, grouped
 from troll.lab.report.style import (
     FULL,
     LARGE,
@@ -27,6 +26,7 @@ from troll.lab.report.style import (
     tick,
     trace,
 )
+from troll.lab.runs.statistics import finite
 
 TIMES = ("generate", "reward", "score", "forward", "backward", "optimizer", "evaluate", "other")
 
@@ -148,11 +148,13 @@ RUN_FIGURES: dict[str, Entry] = {
         kl_groups,
         "Which tokens move",
         "Before projection. The negative line far above: the policy is driven away from what failed more than towards "
-        "what worked. One quarter far above: most of what is learnt concerns that part of the answer.",
+        "what worked. One quarter far above: most of the learning concerns that part of the answer.",
         FULL,
     ),
     "constrained": Entry(
-        constrained, "How often the region acts", "A few percent is usual; above 10 %, lower the learning rate."
+        constrained,
+        "How often the region acts",
+        "A few percent is usual. The rules warn if the share stays high over several rollouts.",
     ),
     "sequence_kl": Entry(sequence_kl, "Whole completions", "Moves of single tokens add up over a completion."),
     "solver_steps": Entry(solver_steps, "Work of the solver", "3 to 5 steps are usual; the limit is 12."),

@@ -1,30 +1,34 @@
-"""The page: everything about a run or a comparison in one HTML file that needs nothing else."""
+"""The report: one self-contained HTML file about a run or a comparison, and its figures for papers."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from troll.lab.report import samples
-from troll.lab.report import sentences as words
-from troll.lab.report.comparison import COMPARISON_FIGURES, ComparisonData
-from troll.lab.report.data import Missing, RunData, finite
+from troll.errors import InputError, require_choice
+from troll.lab.report import narrator, samples
+from troll.lab.report.comparison_figures import COMPARISON_FIGURES, ComparisonData
 from troll.lab.report.figures import RUN_FIGURES, Entry
+from troll.lab.report.rules import find, unchecked
+from troll.lab.report.run_data import Missing, RunData
 from troll.lab.report.style import PAPER, SMALL, css_palette, inline_svg, save, style
+from troll.lab.runs import Comparison, Run
+from troll.lab.runs.folder import COMPARISON, CONFIG
 from troll.lab.runs.formatting import count, digits, duration, number, percent
+from troll.lab.runs.statistics import finite
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("troll.lab.report", "templates"),
     autoescape=True,
     trim_blocks=True,
     lstrip_blocks=True,
-    undefined=jinja2.ChainableUndefined,  # whatever a file lacks is left out
+    undefined=jinja2.ChainableUndefined,  # missing fields are left out
 )
 _TEMPLATES.filters |= {
     "number": number,
@@ -32,7 +36,42 @@ _TEMPLATES.filters |= {
     "percent": percent,
     "visible": samples.visible,
 }
+FORMATS = ("svg", "png", "pdf")
 _NO_SCALE = 0.2  # the colour scale of runs without a bound: that of the default bound, so that runs compare
+
+
+def write_report(
+    folder: str | Path, output: str | Path | None = None, figures: bool = True, formats: Sequence[str] = ("svg", "png")
+) -> Path:
+    """Write one self-contained HTML file about a run or a comparison; the same folder gives the same bytes.
+
+    Args:
+        folder: of a run (``run.json``) or of a comparison (``comparison.json``).
+        output: the file to write; None: ``report.html`` in the folder.
+        figures: also write every figure for papers, to ``figures/`` beside the file.
+        formats: of those figures: svg, png, pdf.
+    """
+    folder = Path(folder)
+    for kind in formats:
+        require_choice("formats", kind, FORMATS)
+    data: RunData | ComparisonData
+    if (folder / COMPARISON).is_file():
+        data = ComparisonData.read(Comparison.open(folder))
+        page = comparison_page(data)
+    else:
+        data = RunData.read(Run.open(folder))
+        page = run_page(data, _read_config(folder / CONFIG))
+    output = Path(output) if output is not None else folder / "report.html"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page, encoding="utf-8", errors="replace")
+        if figures:
+            (output.parent / "figures").mkdir(exist_ok=True)
+            for name, content in paper_figures(data, tuple(formats)):
+                (output.parent / "figures" / name).write_bytes(content)
+    except OSError as error:
+        raise InputError(f"the report cannot be written to {output} ({error.strerror})", "Set --output FILE") from error
+    return output
 
 
 def run_page(run: RunData, config: str | None) -> str:
@@ -43,9 +82,10 @@ def run_page(run: RunData, config: str | None) -> str:
         run=run,
         about=run.about,
         facts=_facts(run.about),
-        cards=words.cards(run),
-        sentences=words.sentences(run),
-        warnings=words.warnings(run),
+        cards=narrator.cards(run.history),
+        sentences=narrator.lede(run.about, run.history),
+        warnings=find(run.history),
+        unchecked=unchecked(run.history),
         figures=_figures(run, RUN_FIGURES),
         shown=[{"id": "samples", "title": None, "steps": samples.steps(run, scale), "projects": run.projects}],
         legend=samples.legend(scale),
@@ -76,8 +116,8 @@ def comparison_page(data: ComparisonData) -> str:
         data=data,
         about=data.about,
         labels=labels,
-        lede=words.conclusion(data.measures, labels),
-        verdict=words.verdict,
+        lede=narrator.verdicts(data.measures, labels),
+        verdict=narrator.verdict,
         figures=_figures(data, COMPARISON_FIGURES),
         shown=shown,
         legend=samples.legend(scale),
@@ -142,6 +182,6 @@ def _render(template: str, **values: Any) -> str:
     )
 
 
-def read_config(path: Path) -> str | None:
+def _read_config(path: Path) -> str | None:
     """The text of a config file, if there is one."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None

@@ -1,4 +1,4 @@
-"""The figures of what the trust region did: how far tokens moved, and which of them it held back."""
+"""Figures of the trust region: the KL of the tokens, by group and whole, and which tokens it constrained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from troll.lab.report.data import Array, Missing, RunData, Spread, group_size, grouped, kl_spread, log_ratio_counts
+from troll.lab.report.run_data import (
+    Array,
+    Missing,
+    RunData,
+    Spread,
+    group_size,
+    grouped,
+    kl_spread,
+    log_ratio_counts,
+    series,
+)
 from troll.lab.report.style import (
     PAPER,
     End,
@@ -42,7 +52,7 @@ def kl(run: RunData, size: Size = PAPER) -> Figure:
     everything = np.concatenate([s.values[:, 3] for s in spreads.values()])
     seen = everything[everything > 0]
     if not seen.size:
-        raise Missing("Every token KL is 0: each rollout serves one update, so no token can move before it.")
+        raise Missing("Every token KL is 0: each rollout is used for one update, so no token can move before it.")
     top = 2.5 * max(float(seen.max()), run.bound or 0.0)
     medians = np.concatenate([s.values[:, 0] for s in spreads.values()])
     low = np.median(medians[medians > 0]) / 10 if (medians > 0).any() else top / 1e5
@@ -196,4 +206,38 @@ def solver_steps(run: RunData, size: Size = PAPER) -> Figure:
     ax.set(xlim=(x[0] - 0.9, x[-1] + 0.9), ylim=(0, 1.2 * y.max()))
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.yaxis.set_major_locator(NullLocator())
+    return figure
+
+
+_SIGNS = {"positive": ("positive", "gain"), "negative": ("negative", "loss")}
+_QUARTERS = {
+    "first": ("1", "part-1"),
+    "second": ("2", "part-2"),
+    "third": ("3", "part-3"),
+    "last": ("4", "part-4"),
+}
+_PANELS = {
+    "mean token KL, by sign of the advantage": ("troll/kl_by_sign", _SIGNS),
+    "mean token KL, by quarter of the completion": ("troll/kl_by_quarter", _QUARTERS),
+}
+
+
+def kl_groups(run: RunData, size: Size = PAPER) -> Figure:
+    """Mean KL before projection of the tokens of each group."""
+    if not any(
+        series(run.metrics, f"{stem}/{key}")[0].size for stem, lines in _PANELS.values() for key, _ in lines.values()
+    ):
+        raise Missing("Not logged: troll/kl_by_sign and troll/kl_by_quarter.")
+    figure, axes = panels(size, list(_PANELS), share_y=True, labels=10)
+    ends: list[list[End]] = []
+    for ax, (stem, lines) in zip(axes, _PANELS.values(), strict=True):
+        ends.append([])
+        for text, (key, name) in lines.items():
+            x, y = series(run.metrics, f"{stem}/{key}")
+            if x.size:
+                ends[-1].append(End(trace(ax, run, x, y, name), text, "ink", square=name))
+        mark_starts(ax, run.rollout_starts)
+    axes[0].set_ylim(bottom=0)
+    for ax, labels in zip(axes, ends, strict=True):
+        label_ends(ax, size, labels)
     return figure

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from troll.lab.report.data import Line, RunData, finite
+from troll.lab.report.run_data import Line, RunData
 from troll.lab.runs.formatting import number
+from troll.lab.runs.statistics import finite
 
 LEVELS = 9  # of the colour scale: level 6 begins at the bound
 _STEPS = (1e-4, 1e-3, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the bound, where a level begins

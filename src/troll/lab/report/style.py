@@ -22,7 +22,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from troll.lab.report.data import Array, RunData, group_size, grouped, smooth, window
+from troll.lab.report.run_data import Array, RunData, group_size, grouped, smooth, window
 
 PALETTE: dict[str, tuple[str, str]] = {  # light, dark
     "ink": ("#1c2024", "#e9ebee"),

@@ -1,4 +1,4 @@
-"""The ways to keep an update close to the old policy that are compared with one another, and their settings."""
+"""The arms of a comparison: trust regions and their settings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "none": {"trust_region": "none"},
 }
-"""PPO's clip, DAPO's higher upper clip, GSPO's clip of the sequence's ratio, each with the settings of its authors."""
+"""PPO's clip, DAPO's higher upper clip, GSPO's clip of the sequence's ratio, each with its authors' settings."""
 
 OTHER_CLIPS = ("cispo", "sapo", "vespo")
-"""Losses of TRL that bound or reweigh the ratio in a way of their own."""
+"""Losses of TRL that bound or reweight the ratio differently."""
 
 
 def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """The arm that a run's settings amount to, and what to call it in a figure."""
+    """The arm of a run with these settings, and its label."""
     region, level = settings["trust_region"], settings.get("importance_sampling_level", "token")
     by_sequence = level == "sequence"
     if region == "none":
@@ -42,7 +42,7 @@ def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     label = f"clip ±{low:g}" if high is None else f"clip −{low:g}, +{high:g}"
     label = label.replace("clip", "GSPO clip") if by_sequence else label
     for arm, given in ARMS.items():
-        mine = {"importance_sampling_level": "token", "epsilon_high": None} | given
-        if mine == {"trust_region": region, "importance_sampling_level": level, "epsilon": low, "epsilon_high": high}:
+        full = {"importance_sampling_level": "token", "epsilon_high": None} | given
+        if full == {"trust_region": region, "importance_sampling_level": level, "epsilon": low, "epsilon_high": high}:
             return arm, label
     return "custom", label

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from troll.errors import InputError
+from troll.trl.robust.renamed_settings import translate_settings
 
 FORMAT = 1
 ABOUT, CONFIG, METRICS, TOKENS, SAMPLES = "run.json", "config.yaml", "metrics.jsonl", "tokens.jsonl", "samples.jsonl"
@@ -43,8 +44,11 @@ class Run:
 
     @property
     def about(self) -> Line:
-        """``run.json``: command, settings, versions, machine and status."""
-        return _about(self.path, ABOUT, "run")
+        """``run.json``: command, settings, versions, machine and status; settings of 0.1.0 by their present names."""
+        about = _about(self.path, ABOUT, "run")
+        if isinstance(about.get("settings"), dict):
+            about["settings"] = translate_settings(about["settings"])
+        return about
 
     def metrics(self) -> list[Line]:
         """Logged training steps, by step; of a step repeated after a resume, the last."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from troll.lab.report.rules import Watch
+from troll.lab.report.rules import RuleMonitor
 from troll.lab.runs.formatting import clock, one_line
 
 FIELDS = {  # metric → format
@@ -40,8 +40,8 @@ def summary(metrics: dict[str, Any]) -> str:
 class ShowProgress(TrainerCallback):
     """Shows step, reward, KL, projected fraction, tokens per second and the time left, and every warning once."""
 
-    def __init__(self, console: Console, watch: Watch | None = None) -> None:
-        self.console, self.watch = console, watch
+    def __init__(self, console: Console, monitor: RuleMonitor | None = None) -> None:
+        self.console, self.monitor = console, monitor
         self.latest: dict[str, Any] = {}
         self.bar: Progress | None = None
         self.task: TaskID | None = None
@@ -52,8 +52,8 @@ class ShowProgress(TrainerCallback):
         self.began, self.first = time.monotonic(), state.global_step
         if not state.is_world_process_zero:
             return
-        if self.watch is not None:
-            self.watch.begin(state.global_step)
+        if self.monitor is not None:
+            self.monitor.begin(state.global_step)
         if not self.console.is_terminal:
             return
         columns = (
@@ -95,10 +95,10 @@ class ShowProgress(TrainerCallback):
 
     def _warn(self, step: int, logs: dict[str, Any], ends: bool) -> None:
         """Print new warnings at the end of a rollout."""
-        if self.watch is None:
+        if self.monitor is None:
             return
-        self.watch.add({**logs, "step": step})
-        for finding in self.watch.new() if ends else ():
+        self.monitor.add({**logs, "step": step})
+        for finding in self.monitor.new() if ends else ():
             say(self.console, finding.line())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

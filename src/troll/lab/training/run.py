@@ -20,7 +20,7 @@ from trl.trainer.utils import create_model_from_path
 from troll.errors import InputError
 from troll.files import is_file_error
 from troll.lab.models import load_tokenizer
-from troll.lab.report.rules import Watch
+from troll.lab.report.rules import RuleMonitor
 from troll.lab.runs import Run
 from troll.lab.runs.folder import MODEL, Line
 from troll.lab.runs.formatting import one_line
@@ -78,7 +78,7 @@ def execute(plan: RunPlan, console: Console) -> Run:
         tracker.checkpoint, tracker.accepted = checkpoint, _accepted(plan, checkpoint)
         plan.args.allow_changes = plan.args.allow_changes or bool(tracker.accepted)
         trainer, eos_token_id = _build(plan)
-        shown = ShowProgress(console, Watch(plan.folder) if main else None)
+        shown = ShowProgress(console, RuleMonitor(plan.folder) if main else None)
         tracker.trainer = trainer
         for callback in (tracker, shown, stop):
             trainer.add_callback(callback)

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from troll.errors import InputError
-from troll.lab.report.rules import Watch
+from troll.lab.report.rules import RuleMonitor
 from troll.lab.runs import Run, append_line
 from troll.lab.runs.folder import METRICS, MODEL
 from troll.lab.runs.formatting import one_line
@@ -138,7 +138,7 @@ def _write(plan: RunPlan, setup: Setup, request: dict[str, Any]) -> None:
 def _follow(child: subprocess.Popen[bytes], plan: RunPlan, setup: Setup, console: Console) -> None:
     """Convert and show every line that verl logs, until it ends."""
     translator = Translator(setup.updates, setup.args.trust_region == "clip", _seconds(plan.folder))
-    path, offset, progress = Path(setup.environment[FILE_LOGGER]), 0, ShowProgress(console, Watch(plan.folder))
+    path, offset, progress = Path(setup.environment[FILE_LOGGER]), 0, ShowProgress(console, RuleMonitor(plan.folder))
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=setup.rollouts * setup.updates)
     state.global_step = checkpoint_of(plan.folder) * setup.updates
     progress.on_train_begin(setup.args, state, None)

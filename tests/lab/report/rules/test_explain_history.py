@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troll.lab.report.rules import RULES, History, find
-from troll.lab.report.rules.history import before, highest, throughout, trailing
-from troll.lab.report.rules.reward import held_out, held_out_rise, near_top, noise, smoothed, stalled
+from troll.lab.report.rules.history import (
+    before,
+    held_out,
+    held_out_rise,
+    highest,
+    near_top,
+    noise,
+    smoothed,
+    stalled,
+    throughout,
+    trailing,
+)
 
 
 def test_a_rollout_begins_with_its_reward() -> None:
@@ -148,5 +158,5 @@ def test_no_file_can_stop_a_run(rows: list[dict[str, Any]], options: dict[str, A
 
 
 def test_there_are_rules_without_doubles() -> None:
-    assert len({rule.__name__ for rule in RULES}) == len(RULES) == 22
-    assert all(rule.__doc__ for rule in RULES)
+    assert len({rule.name for rule in RULES}) == len(RULES) == 23
+    assert all(rule.check.__doc__ for rule in RULES)

@@ -17,8 +17,7 @@ import pytest
 
 from troll.lab.cli import check_command
 from troll.lab.report.rules import RULES, Change, Finding, History, changes, find, learning
-from troll.lab.report.rules.history import Array, trailing
-from troll.lab.report.rules.reward import SMOOTH
+from troll.lab.report.rules.history import SMOOTH, Array, trailing
 
 RISING = cases.RISING
 FLAT = [0.3, 0.32] * 6
@@ -59,7 +58,7 @@ SLOW, SLOWEST = "--learning_rate 5e-06", "--learning_rate 3.33e-06"
 HALF = "--updates_per_generation 2"
 
 SPOKEN = [
-    Case("one_update", made(settings={"updates_per_generation": 1}), 1, 1, "each rollout serves one update",
+    Case("one_update", made(settings={"updates_per_generation": 1}), 1, 1, "each rollout is used for one update",
          ["--updates_per_generation 8"]),
     Case("projected", made(troll__projected_fraction=[0.4, 0.05, 0.11, 0.12, 0.13] + [0.02] * 15), 9, 20,
          "12\xa0% of the tokens were projected, over 3 rollouts", ["--kl_bound 0.2", SLOW, HALF], until=20),
@@ -73,17 +72,17 @@ SPOKEN = [
     Case("idle", made(clip_ratio__region_mean=0.0, settings=CLIP), 1, 20, "no token was clipped in 20 rollouts",
          ["--learning_rate 3e-05"], "note"),
     Case("far_outside", made(troll__kl_before__p99=1.5, troll__kl_after__max=0.05), 1, 12,
-         "one token in a hundred is 1.5 nats or more from the old policy, 30 times the bound, while the projected "
-         "policy stays within 0.05", ["--regression_coef 2", SLOW]),
+         "the 99th percentile of the token KL is 1.5, 30 times the bound, while the projected policy stays within 0.05",
+         ["--regression_coef 2", SLOW]),
     Case("far_outside", made(troll__kl_before__p99=1.5, settings={"regression_coef": 0.0}), 1, 12,
-         "one token in a hundred is 1.5 nats or more from the old policy, 30 times the bound",
+         "the 99th percentile of the token KL is 1.5, 30 times the bound",
          ["--regression_coef 1", SLOW]),
     Case("far_outside", made(troll__kl_before__p99=2.5, settings=OFF), 1, 12,
-         "one token in a hundred is 2.5 nats or more from the old policy, and nothing bounds it",
+         "the 99th percentile of the token KL is 2.5, without a bound",
          [SLOW, "--trust_region troll"], "note"),
     # 0.02 of 0.02 + |0.03 − 0.02| is two thirds; the reward rests from the tenth rollout on.
     Case("regression_outweighs", made(PEAK + [0.9] * 6, loss=0.03, troll__regression=0.02), 33, 44,
-         "67\xa0% of the loss is the regression term, and the reward no longer rises", ["--regression_coef 0.1"]),
+         "67\xa0% of the loss is the regression term, and the reward has plateaued", ["--regression_coef 0.1"]),
     Case("clipped", made(clip_ratio__region_mean=0.25, settings=CLIP), 1, 12,
          "the clip removed the gradient of 25\xa0% of the tokens", [SLOW, HALF, "--trust_region troll"]),
     Case("clipped", made(clip_ratio__region_mean=0.6, settings={**CLIP, "importance_sampling_level": "sequence"}),
@@ -106,7 +105,8 @@ SPOKEN = [
     Case("reward_collapse", made([*PEAK, 0.4, 0.1, 0.4, 0.1, 0.4]), 37, 56,
          "the reward fell from 0.900 to 0.280, each over 5 rollouts", [SLOWEST, "--regression_coef 2"]),
     Case("entropy_collapse", made([0.1, 0.3, 0.5] + [0.5] * 9, entropy=ENTROPY), 29, 40,
-         "entropy fell from 1 to 0.05, and the reward rests at 0.500", [SLOWEST, "--entropy_coef 0.01", "--beta 0.01"]),
+         "entropy fell from 1 to 0.05, and the reward has plateaued at 0.500",
+         [SLOWEST, "--entropy_coef 0.01", "--beta 0.01"]),
     Case("no_signal", made([0.0] * 4, frac_reward_zero_std=0.95), 1, 12,
          "in 95\xa0% of the groups all completions have the same reward; the mean is 0.000", ["--num_generations 16"]),
     Case("no_signal", made([0.5, 0.1, 0.1, 0.1], frac_reward_zero_std=0.95), 1, 12,
@@ -123,8 +123,11 @@ SPOKEN = [
          ["--num_generations 16", SLOWEST, "--entropy_coef 0.01"], "note"),
     Case("solved", made([0.9, 0.94, 0.94, 0.94], frac_reward_zero_std=0.95), 1, 12,
          "in 95\xa0% of the groups all completions have the same reward; the mean is 0.940", [], "note"),
-    Case("flat", made(FLAT), 1, 40, NOT_RISEN,
-         ["--num_generations 16"]),
+    Case("flat", made(FLAT), 1, 40, NOT_RISEN, []),  # nothing is known of the size of updates
+    Case("flat", made(FLAT, troll__kl_before__p99=0.2), 1, 40, NOT_RISEN, ["--num_generations 16"]),
+    Case("flat", made(FLAT, troll__kl_before__mean=0.06), 1, 40, NOT_RISEN, [SLOWEST]),
+    Case("bound_exceeded", made(troll__kl_after__max=[0.05, 0.0501] + [0.05] * 18), 5, 8,
+         "a projected token has a KL of 0.0501, above the bound of 0.05", until=8),
     Case("flat", made(FLAT, troll__kl_before__p99=0.001), 1, 40,
          NOT_RISEN, ["--learning_rate 3e-05"]),
     Case("flat", made(FLAT, troll__kl_before__p99=1.1), 1, 40,
@@ -138,9 +141,9 @@ SPOKEN = [
     Case("cut_completions", made(completions__clipped_ratio=0.31), 1, 12,
          "31\xa0% of the completions were cut at the limit of their length", ["--max_completion_length 64"]),
     Case("skipped_updates", made(troll__skipped_updates=[None] * 5 + [2.0] * 15), 21, 24,
-         "2 updates skipped so far, as loss or gradient was not finite", [SLOW, "--bf16 true"]),
+         "2 updates skipped so far, because loss or gradient was not finite", [SLOW, "--bf16 true"]),
     Case("skipped_updates", made(troll__skipped_tokens=[0.0, 3.0] + [0.0] * 18), 5, 8,
-         "3 tokens left out, as the network gave NaN or infinity", [SLOW, "--bf16 true"], until=8),
+         "3 tokens excluded, because the network returned NaN or infinity", [SLOW, "--bf16 true"], until=8),
     Case("unscored", made(troll__unscored_completions=[None, 1.0] + [None] * 18), 5, 8,
          "1 completion of a rollout without a reward", until=8),
     Case("infra_error", made(code__infra_error=[0.0] * 19 + [0.25]), 77, 80,
@@ -155,6 +158,11 @@ SPOKEN = [
 ]  # fmt: skip
 
 SILENT = {
+    "bound_exceeded": [
+        made(troll__kl_after__max=float(np.float32(0.05))),
+        made(troll__kl_after__max=0.3, settings={"kl_bound_schedule": "projected target=0.03"}),
+        made(troll__kl_after__max=0.3, settings=OFF),
+    ],
     "one_update": [made(settings={"updates_per_generation": 2}), made(settings={**OFF, "updates_per_generation": 1})],
     "projected": [
         made(troll__projected_fraction=[0.4, 0.2, 0.09] * 6 + [0.2, 0.2]),
@@ -333,14 +341,14 @@ def test_one_line_says_it_all() -> None:
     found = speaks(SPOKEN[1].history, "projected")
     assert found is not None
     assert found.line() == (
-        "Warning (updates 9 to 20): 12\xa0% of the tokens were projected, over 3 rollouts. Updates go further than the "
-        "region, and much of each is taken back. Try --kl_bound 0.2 (a narrow bound sets the pace, and this one learnt "
-        "more in our runs)."
+        "Warning (updates 9 to 20): 12\xa0% of the tokens were projected, over 3 rollouts. Updates leave the trust "
+        "region, and the projection undoes much of each. Try --kl_bound 0.2 (a narrow bound slows learning; 0.2 "
+        "learned more in our runs)."
     )
     unscored = speaks(made(troll__unscored_completions=1.0), "unscored")
     assert unscored is not None
     assert unscored.line().endswith(
-        "left out. Look at what the reward functions return; `troll doctor` checks the sandbox."
+        "excluded. Look at what the reward functions return; `troll doctor` checks the sandbox."
     )
     assert "since update 1" in unscored.line()
 
@@ -366,7 +374,7 @@ def test_changes_come_once_and_the_gravest_first() -> None:
         *("", "--learning_rate", "--regression_coef", "--max_completion_length", "--kl_bound"),
         "--updates_per_generation",
     ]
-    assert Change(SLOWEST, "the commonest cause") in changes(find(history))
+    assert Change(SLOWEST, "the most common cause") in changes(find(history))
 
 
 def test_warnings_come_before_notes() -> None:

@@ -1,4 +1,4 @@
-"""Rules about what goes wrong around the method: lengths, rewards, sampler, numbers."""
+"""Rules about the health of a run: skipped updates, missing rewards, truncated completions, sampler, gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from troll.lab.report.rules.finding import NOTE, Change, Finding, found, scaled, slower
 from troll.lab.report.rules.history import History, before, throughout, trailing
+from troll.lab.report.rules.rule import NOTE, Change, Finding, found, rule, scaled, slower
 from troll.lab.runs.formatting import number, percent, plural
 
 ROLLOUTS = 3
@@ -23,60 +23,72 @@ MISMATCH = 0.1
 clip of ±0.2 allows. Rounding to bf16 gives about 0.01."""
 
 
+def projects(history: History) -> bool:
+    """Whether the run projects onto a KL trust region."""
+    return history.region == "troll"
+
+
+def has_sampler(history: History) -> bool:
+    """Whether another engine than the trainer samples."""
+    return history.engine == "verl" or bool(history.settings.get("use_vllm"))
+
+
+@rule("skipped_updates")
 def skipped(history: History) -> Finding | None:
     """skipped_updates > 0, or tokens without a distribution: numbers that are not finite."""
     updates, tokens = history.most("troll/skipped_updates"), history.most("troll/skipped_tokens")
 
     def seen(i: int) -> str:
         if updates[i] > 0:
-            return f"{plural(int(updates[i]), 'update')} skipped so far, as loss or gradient was not finite"
-        return f"{plural(round(tokens[i]), 'token')} left out, as the network gave NaN or infinity"
+            return f"{plural(int(updates[i]), 'update')} skipped so far, because loss or gradient was not finite"
+        return f"{plural(round(tokens[i]), 'token')} excluded, because the network returned NaN or infinity"
 
-    means = "Such numbers come from overflow: a large step, or fp16"
+    means = "NaN and infinity come from overflow: large updates, or fp16"
     changes = [slower(history, "smaller steps"), Change("--bf16 true", "in place of fp16, if that is in use")]
-    return found(history, "skipped_updates", (updates > 0) | (tokens > 0), seen, means, changes)
+    return found(history, (updates > 0) | (tokens > 0), seen, means, changes)
 
 
+@rule("unscored")
 def unscored(history: History) -> Finding | None:
     """unscored_completions > 0: without a reward they teach nothing."""
     count = history.most("troll/unscored_completions")
     return found(
         history,
-        "unscored",
         count > 0,
         lambda i: f"{plural(int(count[i]), 'completion')} of a rollout without a reward",
-        "A reward function raised an error or gave no number; these completions are left out",
+        "A reward function raised an error or gave no number; these completions are excluded",
         [Change("", "look at what the reward functions return; `troll doctor` checks the sandbox")],
     )
 
 
+@rule("infra_error")
 def infra(history: History) -> Finding | None:
     """code/infra_error > 0: programs that the sandbox could not judge."""
     share = history.most("code/infra_error")
     return found(
         history,
-        "infra_error",
         share > 0,
         lambda i: f"{percent(share[i])} of the programs could not be judged",
-        "The sandbox does not work as it should; these completions are left out",
-        [Change("", "`troll doctor` says what is missing")],
+        "The sandbox does not work as it should; these completions are excluded",
+        [Change("", "`troll doctor` reports what is missing")],
     )
 
 
+@rule("cut_completions", "completions/clipped_ratio")
 def cut(history: History) -> Finding | None:
     """completions/clipped_ratio > ``CUT`` on ``ROLLOUTS`` rollouts."""
     share = history.first("completions/clipped_ratio")
     return found(
         history,
-        "cut_completions",
         throughout(share > CUT, ROLLOUTS),
         lambda i: f"{percent(share[i])} of the completions were cut at the limit of their length",
-        "They are judged without their end, so that length is punished and not mistakes",
+        "Truncated completions are scored without their end, which penalizes length instead of mistakes",
         [scaled(history, "max_completion_length", 2, "room to finish")],
         ROLLOUTS,
     )
 
 
+@rule("gradient_spikes", "grad_norm")
 def spikes(history: History) -> Finding | None:
     """grad_norm > ``SPIKE`` × the median of earlier rollouts, on ``SPIKES`` of the last ``SPIKE_ROLLOUTS``."""
     norm = history.most("grad_norm")
@@ -88,41 +100,40 @@ def spikes(history: History) -> Finding | None:
     count = trailing(spike.astype(np.float64), SPIKE_ROLLOUTS, np.sum)
     return found(
         history,
-        "gradient_spikes",
         spike & (count >= SPIKES),
         lambda i: f"a gradient of {number(norm[i])}, {norm[i] / typical[i]:.0f} times the usual, again",
-        "Single batches throw the network far, as far as max_grad_norm lets them",
+        "Single batches move the network far, up to max_grad_norm",
         [
-            slower(history, "the same batch moves it less"),
-            Change("--max_grad_norm 0.2", "limits what one batch can do"),
+            slower(history, "the same batch moves the network less"),
+            Change("--max_grad_norm 0.2", "limits the effect of one batch"),
         ],
         SPIKE_ROLLOUTS,
         NOTE,
     )
 
 
+@rule("sampler_mismatch", "sampling/sampling_logp_difference/mean", when=has_sampler)
 def sampler(history: History) -> Finding | None:
     """sampling/sampling_logp_difference/mean > ``MISMATCH`` on ``ROLLOUTS`` rollouts."""
     gap = history.first("sampling/sampling_logp_difference/mean")
     return found(
         history,
-        "sampler_mismatch",
         throughout(gap > MISMATCH, ROLLOUTS),
         lambda i: f"sampler and trainer differ by {number(gap[i])} in the log-probability of a token, on average",
-        "Completions come from another policy than the one that scores them; the trust region does not see that",
-        [Change("--vllm_importance_sampling_correction true", "weighs completions by how much they differ")],
+        "Completions come from a different policy than the one that scores them; the trust region cannot correct this",
+        [Change("--vllm_importance_sampling_correction true", "reweights completions by the difference")],
         ROLLOUTS,
     )
 
 
+@rule("unconverged", "troll/unconverged_tokens", when=projects)
 def unconverged(history: History) -> Finding | None:
     """unconverged_tokens > 0: the solver stopped at its step limit."""
     count = history.most("troll/unconverged_tokens")
     return found(
         history,
-        "unconverged",
         count > 0,
         lambda i: f"the solver stopped early for {plural(max(1, round(count[i])), 'token')}",
-        "It should not",
+        "The solver should always converge",
         [Change("", "please report it, with the run's tokens.jsonl")],
     )

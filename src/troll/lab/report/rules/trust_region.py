@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from troll.lab.report.rules.finding import NOTE, Change, Finding, fewer_updates, found, scaled, slower
-from troll.lab.report.rules.history import Array, History, Mask, finite, highest, throughout, trailing
-from troll.lab.report.rules.reward import stalled
+from troll.lab.report.rules.health import projects
+from troll.lab.report.rules.history import Array, History, Mask, highest, stalled, throughout, trailing
+from troll.lab.report.rules.rule import NOTE, Change, Finding, fewer_updates, found, rule, scaled, slower
 from troll.lab.runs.folder import Line
 from troll.lab.runs.formatting import number, percent, plural
+from troll.lab.runs.statistics import finite
 
 ROLLOUTS = 3
 """In a row, before anything is said: the first rollout of a run often goes far, as Adam's first steps are large."""
@@ -39,36 +40,59 @@ WIDE_BOUND = 0.2
 both seeds."""
 
 
+def _can_act(history: History) -> bool:
+    return history.region != "none" and history.updates != 1
+
+
+def _pulls(history: History) -> bool:
+    return projects(history) and (history.setting("regression_coef") or 0.0) > WEAK
+
+
+@rule("bound_exceeded", "troll/kl_after/max", when=lambda h: h.bound is not None)
+def bound_exceeded(history: History) -> Finding | None:
+    """kl_after/max > kl_bound, both in single precision, in which the KL is computed."""
+    largest, bound = history.most("troll/kl_after/max"), history.bound
+    return found(
+        history,
+        largest.astype(np.float32) > np.float32(math.inf if bound is None else bound),
+        lambda i: f"a projected token has a KL of {largest[i]:.6g}, above the bound of {number(bound or 0.0)}",
+        "The projection must never exceed the bound",
+        [Change("", "please report it, with the run's tokens.jsonl")],
+    )
+
+
+@rule("one_update")
 def one_update(history: History) -> Finding | None:
     """updates per rollout = 1: proposal and old policy are the same, so nothing can be projected or clipped."""
     once = history.setting("updates_per_generation") == 1 and history.region != "none"
-    means = "Proposal and old policy are the same at every update, so the trust region does nothing in this run"
-    change = Change("--updates_per_generation 8", "it acts from the second update on a rollout on")
+    means = "The proposal equals the old policy at every update, so the trust region never acts"
+    change = Change("--updates_per_generation 8", "the trust region acts from the second update on each rollout")
     holds = np.full(len(history), once)
-    return found(history, "one_update", holds, lambda i: "each rollout serves one update", means, [change])
+    return found(history, holds, lambda i: "each rollout is used for one update", means, [change])
 
 
+@rule("projected", "troll/projected_fraction", when=lambda h: projects(h) and h.updates != 1)
 def projected(history: History) -> Finding | None:
     """projected_fraction > ``PROJECTED`` on each of ``ROLLOUTS`` rollouts."""
     share = history.mean("troll/projected_fraction")
     bound = history.setting("kl_bound") or math.inf
-    wider = Change(f"--kl_bound {WIDE_BOUND:g}", "a narrow bound sets the pace, and this one learnt more in our runs")
+    wider = Change(f"--kl_bound {WIDE_BOUND:g}", "a narrow bound slows learning; 0.2 learned more in our runs")
     changes = [
         wider if bound < WIDE_BOUND else None,
-        slower(history, "updates that stay inside the region by themselves lose nothing"),
+        slower(history, "smaller updates stay inside the region"),
         fewer_updates(history, "the later updates on a rollout are the ones that leave the region"),
     ]
     return found(
         history,
-        "projected",
         throughout(share > PROJECTED, ROLLOUTS),
         lambda i: f"{percent(_recent(share, i))} of the tokens were projected, over {ROLLOUTS} rollouts",
-        "Updates go further than the region, and much of each is taken back",
+        "Updates leave the trust region, and the projection undoes much of each",
         changes,
         ROLLOUTS,
     )
 
 
+@rule("idle", ("troll/projected_fraction", "clip_ratio/region_mean"), when=_can_act)
 def idle(history: History) -> Finding | None:
     """Nothing was projected, or clipped, on any of at least ``IDLE_ROLLOUTS`` rollouts of several updates each."""
     name = {"troll": "troll/projected_fraction", "clip": "clip_ratio/region_mean"}.get(history.region, "")
@@ -83,11 +107,12 @@ def idle(history: History) -> Finding | None:
         beside = f", the bound is {number(bound)}" if far and history.region == "troll" and bound else ""
         return f"no token was {verb} in {plural(i + 1, 'rollout')}{far}{beside}"
 
-    means = "This is the run that no trust region would have given; fine if the reward rises, slow if it does not"
-    changes = [scaled(history, "learning_rate", 3, "there is room inside the region")]
-    return found(history, "idle", enough & several & (acted == 0), seen, means, changes, IDLE_ROLLOUTS, NOTE)
+    means = "The run is the same as without a trust region: fine if the reward rises, too slow if it does not"
+    changes = [scaled(history, "learning_rate", 3, "updates use little of the region")]
+    return found(history, enough & several & (acted == 0), seen, means, changes, IDLE_ROLLOUTS, NOTE)
 
 
+@rule("far_outside", "troll/kl_before/p99", when=lambda h: h.updates != 1)
 def far(history: History) -> Finding | None:
     """p99 of KL(π̃ ‖ π_old) in the last update > ``FAR`` bounds, or ``FAR_NATS`` without one, on ``ROLLOUTS``."""
     reach, after = history.last("troll/kl_before/p99"), highest(history.most("troll/kl_after/max"))
@@ -95,26 +120,27 @@ def far(history: History) -> Finding | None:
     limit = FAR_NATS if bound is None else FAR * bound
 
     def seen(i: int) -> str:
-        text = f"one token in a hundred is {number(_recent(reach, i))} nats or more from the old policy"
+        text = f"the 99th percentile of the token KL is {number(_recent(reach, i))}"
         if bound is None:
-            return f"{text}, and nothing bounds it"
+            return f"{text}, without a bound"
         kept = f", while the projected policy stays within {number(after[i])}" if math.isfinite(after[i]) else ""
         return f"{text}, {_recent(reach, i) / bound:.0f} times the bound{kept}"
 
     if bound is None:
-        means = "The network runs away from the policy that made its rollouts, which comes before many collapses"
-        changes: list[Change | None] = [slower(history, "each update goes less far")]
+        means = "The network moves far from the policy that generated the rollouts, as before many collapses"
+        changes: list[Change | None] = [slower(history, "smaller updates")]
         changes += [Change("--trust_region troll", "bounds the KL of every token")]
     else:
-        means = "The network is far outside the region and only its projection is inside: they drift apart"
+        means = "The network is far outside the trust region; only its projection is inside"
         coef = history.setting("regression_coef") or 0.0
         more = 1.0 if coef < 1 else 2 * coef
-        changes = [Change(f"--regression_coef {more:g}", "pulls the network back to its projection")]
-        changes += [slower(history, "each update goes less far")]
+        changes = [Change(f"--regression_coef {more:g}", "pulls the network towards its projection")]
+        changes += [slower(history, "smaller updates")]
     level = NOTE if bound is None else "warning"
-    return found(history, "far_outside", throughout(reach > limit, ROLLOUTS), seen, means, changes, ROLLOUTS, level)
+    return found(history, throughout(reach > limit, ROLLOUTS), seen, means, changes, ROLLOUTS, level)
 
 
+@rule("regression_outweighs", "loss", "troll/regression", when=_pulls)
 def regression(history: History) -> Finding | None:
     """α · regression / (α · regression + |loss − α · regression|) > ``OUTWEIGHS`` while the reward rests."""
     coef = history.setting("regression_coef") or 0.0
@@ -123,25 +149,24 @@ def regression(history: History) -> Finding | None:
     typical = trailing(share, ROLLOUTS, np.median)  # a rollout without advantages has nothing but the pull
     return found(
         history,
-        "regression_outweighs",
         (coef > WEAK) & (typical > OUTWEIGHS) & stalled(history),
-        lambda i: f"{percent(typical[i])} of the loss is the regression term, and the reward no longer rises",
-        "The pull back to the projection outweighs what is learnt",
-        [scaled(history, "regression_coef", 0.1, "the weaker pull learns sooner where updates see few completions")],
+        lambda i: f"{percent(typical[i])} of the loss is the regression term, and the reward has plateaued",
+        "The pull towards the projection outweighs the policy gradient",
+        [scaled(history, "regression_coef", 0.1, "a weaker pull learns faster with few completions per update")],
         ROLLOUTS,
     )
 
 
+@rule("clipped", "clip_ratio/region_mean", when=lambda h: h.region == "clip" and h.updates != 1)
 def clipped(history: History) -> Finding | None:
     """clip_ratio/region_mean > ``CLIPPED`` (ratios of sequences: ``CLIPPED_SEQUENCES``) on ``ROLLOUTS`` rollouts."""
     share = history.mean("clip_ratio/region_mean")
     by_sequence = history.settings.get("importance_sampling_level") == "sequence"
     return found(
         history,
-        "clipped",
         throughout(share > (CLIPPED_SEQUENCES if by_sequence else CLIPPED), ROLLOUTS),
         lambda i: f"the clip removed the gradient of {percent(_recent(share, i))} of the tokens",
-        "Much of each rollout teaches nothing in its later updates",
+        "Much of each rollout has no gradient in its later updates",
         [
             slower(history, "ratios stay inside the clip"),
             fewer_updates(history, "the later updates on a rollout are the ones that are clipped"),
@@ -151,6 +176,7 @@ def clipped(history: History) -> Finding | None:
     )
 
 
+@rule("kept_mass", "troll/kept_mass/old", when=projects)
 def kept_mass(history: History) -> Finding | None:
     """kept_mass/old < ``KEPT_MASS_FLOOR`` with the floor, < ``KEPT_MASS_BUCKET`` with the bucket, on ``ROLLOUTS``."""
     mass, floor = history.mean("troll/kept_mass/old"), history.settings.get("tail") == "floor"
@@ -160,13 +186,12 @@ def kept_mass(history: History) -> Finding | None:
     more = scaled(history, "max_support", 4, "more of the probability is kept, for more memory")
     bucket = Change("--tail bucket", "never exceeds the true KL")
     means = (
-        "The floor then measures a KL that is mostly its own invention, and projects tokens that are inside the region"
+        "tail=floor then overestimates the KL and projects tokens that are inside the region"
         if floor
-        else "The bucket sees no movement among the tokens that are not kept, and misses some that leave the region"
+        else "tail=bucket sees no change among the tokens that are not kept, and misses some that leave the region"
     )
     return found(
         history,
-        "kept_mass",
         throughout(low, ROLLOUTS),
         lambda i: f"the kept tokens have {_recent(mass, i):.4f} of the probability",
         means,
@@ -176,12 +201,12 @@ def kept_mass(history: History) -> Finding | None:
     )
 
 
+@rule("lost_mass", "troll/lost_mass", when=projects)
 def lost_mass(history: History) -> Finding | None:
     """lost_mass > 0: the old policy was scored with truncated sampling."""
     lost = history.most("troll/lost_mass")
     return found(
         history,
-        "lost_mass",
         lost > 0,
         lambda i: f"{percent(lost[i])} of the proposal's probability is on tokens that the old policy excludes",
         "The old policy was scored with top-k, top-p or min-p, and these tokens have no KL",

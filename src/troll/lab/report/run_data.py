@@ -1,17 +1,18 @@
-"""What a report draws, read once from the folder of a run: plain numbers, with whatever is missing left out."""
+"""The numbers that a report draws, read once from the folder of a run; missing values are left out."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from troll.lab.report.rules import History
 from troll.lab.runs import Run, TokenHistory
-from troll.trl.robust.renamed_settings import bound_kind
+from troll.lab.runs.statistics import finite
 
 Array = NDArray[np.float64]
 Line = dict[str, Any]
@@ -35,7 +36,7 @@ class RunData:
 
     @classmethod
     def read(cls, run: Run) -> RunData:
-        """Everything the folder holds now."""
+        """The present contents of a folder."""
         return cls(run.about, run.metrics(), run.evaluations(), run.tokens(), run.samples(), run.evaluation())
 
     @property
@@ -45,21 +46,19 @@ class RunData:
 
     @property
     def bound(self) -> float | None:
-        """The bound on the KL of a token; None where the run had none, or not the same for all tokens and updates."""
-        one = self.projects and not self.adapts
-        return finite((self.about.get("settings") or {}).get("kl_bound")) if one else None
-
-    @property
-    def adapts(self) -> bool:
-        """Whether the bound went above ``kl_bound`` for some tokens or updates, or may have."""
-        kind = bound_kind(self.about.get("settings") or {})
-        return self.projects and kind not in ("fixed", "sequence")
+        """The bound on the KL of a token; None without a bound, or if it is not one number."""
+        return self.history.bound
 
     @property
     def projects(self) -> bool:
-        """Whether the run projects onto a KL ball."""
-        region = (self.about.get("settings") or {}).get("trust_region", self.arm)
-        return bool(region == "troll")
+        """Whether the run projects onto a KL trust region."""
+        return self.history.region == "troll"
+
+    @cached_property
+    def history(self) -> History:
+        """The log as the rules and the narrator read it."""
+        settings = {"trust_region": self.arm, **(self.about.get("settings") or {})}
+        return History.of_run({**self.about, "settings": settings}, self.metrics, self.evaluations)
 
     @property
     def updates_per_rollout(self) -> int:
@@ -86,12 +85,6 @@ class RunData:
     def held_out(self) -> tuple[Array, Array]:
         """Steps and held-out reward."""
         return series(self.evaluations, "eval_reward")
-
-
-def finite(value: Any) -> float | None:
-    """The number a value is, if it is one."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None
 
 
 def series(rows: Iterable[Line], key: str) -> tuple[Array, Array]:

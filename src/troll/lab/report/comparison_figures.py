@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from troll.lab.report.data import Array, Line, Missing, RunData, finite, group_size, grouped, series, smooth, window
 from troll.lab.report.figures import Entry
+from troll.lab.report.run_data import Array, Line, Missing, RunData, group_size, grouped, series, smooth, window
 from troll.lab.report.style import (
     DASHES,
     FULL,
@@ -30,6 +30,7 @@ from troll.lab.report.style import (
     tick,
 )
 from troll.lab.runs import Comparison
+from troll.lab.runs.statistics import finite
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ComparisonData:
 
     @classmethod
     def read(cls, comparison: Comparison) -> ComparisonData:
-        """Everything the folder holds now."""
+        """The present contents of a folder."""
         about = comparison.about
         arms = [
             Arm(x["arm"], str(x.get("label", x["arm"])), [RunData.read(run) for run in comparison.runs(x["arm"])])
@@ -187,7 +188,7 @@ COMPARISON_FIGURES: dict[str, Entry] = {
     "held_out": Entry(held_out, "Held-out reward", _BAND, LARGE),
     "entropy": Entry(entropy, "Entropy", _BAND, TALL),
     "reward": Entry(reward, "Sampled reward", _BAND + " Averaged over neighbouring updates.", LARGE),
-    "token_kl": Entry(token_kl, "Token KL", "How far updates move tokens, whatever the region then does.", TALL),
+    "token_kl": Entry(token_kl, "Token KL", "KL of the updates before the trust region acts.", TALL),
     "largest_kl": Entry(
         largest_kl,
         "What the region let through",
