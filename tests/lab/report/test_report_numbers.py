@@ -143,7 +143,7 @@ def test_a_fall_is_shown_with_its_peak(tmp_path):
         lambda row: row | {"eval_reward": 0.9 - row["step"] / 80} if "eval_reward" in row else row,
     )
     run = read(folder)
-    assert narrator.lede(run.about, run.history)[0] .startswith("Held-out reward 0.900 (update 0) → ")
+    assert narrator.lede(run.about, run.history)[0].startswith("Held-out reward 0.900 (update 0) → ")
 
 
 def test_tokens_that_did_not_converge_are_a_finding(tmp_path):

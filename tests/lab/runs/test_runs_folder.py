@@ -150,4 +150,3 @@ def test_a_run_of_version_0_1_0_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         name = [] if command == "runs" else ["arithmetic-troll"]
         assert main([command, *name, "--runs_dir", str(tmp_path / "runs")]) == 0
         assert shown in capsys.readouterr().out
-
