@@ -8,9 +8,10 @@ uses, and ``check_contract`` raises an ``ImportError`` if an entry no longer hol
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -55,7 +56,7 @@ def broken(name: str, expected: str) -> str:
     for owner in owners:
         found = getattr(found, owner, None)
     if expected == ATTRIBUTE:
-        return "" if hasattr(found, last) or last in _assigned(found) else "does not exist"
+        return "" if hasattr(found, last) or _assigns(found, last) else "does not exist"
     if not hasattr(found, last):
         return "does not exist"
     return "" if expected == EXISTS else _differs(getattr(found, last), expected)
@@ -78,22 +79,21 @@ def _differs(function: Any, expected: str) -> str:
     return "" if same and optional else f"takes ({', '.join(x.name for x in parameters)}) instead of ({expected})"
 
 
-def _assigned(cls: Any) -> set[str]:
-    """The attributes that methods of a class and of its bases assign."""
-    return {
-        instruction.argval
-        for base in getattr(cls, "__mro__", ())
-        for function in _functions(base)
+def _assigns(cls: Any, name: str) -> bool:
+    """Whether a method of a class or of its bases assigns this attribute."""
+    return any(
+        instruction.opname == "STORE_ATTR" and instruction.argval == name
+        for function in (_functions(cls) if isinstance(cls, type) else ())
+        if name in function.__code__.co_names  # to disassemble all of them takes seconds
         for instruction in dis.get_instructions(function)
-        if instruction.opname == "STORE_ATTR"
-    }
+    )
 
 
-def _functions(cls: type) -> Iterator[Any]:
-    for value in vars(cls).values():
-        plain = getattr(value, "__func__", value)  # of a class method
-        if callable(plain) and inspect.isfunction(function := inspect.unwrap(plain)):
-            yield function
+@functools.cache
+def _functions(cls: type) -> tuple[Any, ...]:
+    plain = [getattr(x, "__func__", x) for base in cls.__mro__ for x in vars(base).values()]  # of a class method
+    unwrapped = [inspect.unwrap(x) for x in plain if callable(x)]
+    return tuple(x for x in unwrapped if inspect.isfunction(x))
 
 
 def _version(package: str) -> str:

@@ -1,9 +1,8 @@
-"""TRL with a trust region: ``GRPOConfig`` → ``TROLLConfig``, ``GRPOTrainer`` → ``TROLLTrainer``, and nothing else.
+"""TRL with a trust region: ``GRPOConfig`` → ``TROLLConfig``, ``GRPOTrainer`` → ``TROLLTrainer``.
 
-``trainer`` wraps five methods of TRL's trainer and copies none: scoring a rollout also records the sparse old policy,
-scoring an update returns projected log-probabilities (``passes``, through the seam in ``forward``), the loss gets the
-regression term, and advantages may come from another estimator (``estimators``). TRL's forward, masks, aggregation,
-reference KL and logging are its own. ``robust`` keeps a long run alive: checkpoints, resume, guards.
+``trainer`` wraps five methods of TRL's trainer and copies none; start reading there. ``passes`` and ``forward`` are the
+hook in TRL's forward, ``trust_region`` has ε and α, ``estimators`` the advantages, ``robust`` checkpoints, resume and
+guards. ``contract`` checks, before anything else is imported, that the installed TRL has what we build on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MODULES = {"StopOnSignal": "robust.interrupt", "TROLLConfig": "config", "TROLLT
 
 
 def __getattr__(name: str) -> Any:
-    """Import TRL when a class is asked for: listing runs and reading checkpoints need none of it."""
+    """Import TRL on first use: listing runs and reading checkpoints do not need it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
@@ -30,4 +29,7 @@ def __getattr__(name: str) -> Any:
         import trl  # noqa: F401
     except ImportError as error:
         raise ImportError("troll.trl needs TRL: pip install 'troll-rl[trl]'") from error
+    from troll.trl import contract
+
+    contract.check()
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
