@@ -33,7 +33,9 @@ def test_a_real_run_that_no_trust_region_can_act_in(runs: Path, capsys: pytest.C
     """Warned of while it runs, written down, in the report, and explained with a command that can be given."""
     run = train(runs, "--updates_per_generation", "1", "--write_report", "true")
     shown = capsys.readouterr().out
-    assert shown.count("Warning (since update 1): each rollout is used for one update.") == 1
+    assert (
+        shown.count("Warning (since update 1): each rollout is used for one update.") == 2
+    )  # when it is found, and at the end
     assert "Try --updates_per_generation 8" in shown
     (line,) = [x for x in run.warnings() if x["name"] == "one_update"]
     assert (line["since"], line["said"], line["level"]) == (1, 1, "warning")

@@ -245,11 +245,12 @@ def cards(history: History) -> list[Card]:
     elif held_out:
         shown.append(Card("held-out reward", score(held_out[0][1]), f"update {held_out[0][0]}"))
     projects = history.region == "troll"
-    shares = _logged(history, "troll/projected_fraction" if projects else "clip_ratio/region_mean")
+    name = "troll/projected_fraction" if projects else "clip_ratio/region_mean"
+    shares = _logged(history, name)
     if shares.size:
         label = "tokens projected" if projects else "tokens clipped"
         note = f"at most {percent(float(shares.max()))} in one update"
-        shown.append(Card(label, percent(float(shares.mean())), note))
+        shown.append(Card(label, percent(float(np.nanmean(history.mean(name)))), note))  # as in the sentence
     before_max, after_max = (_logged(history, f"troll/kl_{when}/max") for when in ("before", "after"))
     if history.bound is not None and after_max.size:
         note = f"the bound is {number(history.bound)}"
