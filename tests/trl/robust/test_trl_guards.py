@@ -223,8 +223,8 @@ def test_a_run_stops_when_too_many_were_skipped_and_says_what_and_where(
         run.train()
     assert run.state.global_step == stops_at - 1
     sentence = str(stop.value)
-    assert f"update {stops_at}, which cannot be made: the gradient of model.norm.weight is not finite" in sentence
-    assert f"{most + 1} so far, and max_skipped_updates={most}" in sentence
+    assert f"Update {stops_at} is not finite: the gradient of model.norm.weight is not finite" in sentence
+    assert f"skipped updates: {most + 1}, max_skipped_updates={most}" in sentence
     folder = tmp_path / "skipped"
     assert f"Its batches are in {folder / f'update-{stops_at:06d}'}" in sentence
     assert sorted(x.name for x in folder.iterdir()) == [f"update-{i:06d}" for i in range(2, stops_at + 1)]
@@ -711,7 +711,7 @@ def test_what_is_not_finite_on_one_process_is_skipped_on_all(two: Any) -> None:
 def test_all_processes_stop_together_and_say_which_one_went_wrong(two: Any) -> None:
     for outcome in two("stops"):
         assert outcome["updates"] == 2
-        assert "update 3, which cannot be made: process 1: the loss of batch 0 is inf;" in outcome["error"]
+        assert "Update 3 is not finite: process 1: the loss of batch 0 is inf" in outcome["error"]
     for outcome in two("reward"):
         assert outcome["updates"] == 0
-        assert "the reward function 'fails', which raised ConnectionError: no answer" in outcome["error"]
+        assert "the reward function 'fails' raised ConnectionError: no answer" in outcome["error"]
