@@ -140,6 +140,6 @@ def test_a_killed_agent_loop_ends_the_run_with_an_error(tmp_path: Path) -> None:
 def test_what_cannot_work_ends_before_ray_starts_and_says_why(tmp_path: Path) -> None:
     with runs.started(tmp_path, *TROLL, settings={"algorithm.rollout_correction.bypass_mode": True}) as run:
         assert run.wait(HANGS) != 0
-    assert "an old policy that the trainer scores itself" in run.output
-    assert "bypass_mode=False" in run.output
+    assert "the sampler would provide the old policy" in run.output
+    assert "Set bypass_mode=False" in run.output
     assert "Started a local Ray instance" not in run.output
