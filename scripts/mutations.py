@@ -71,7 +71,7 @@ MUTATIONS = [
     Mutation("entropy without gradient", "policy/scoring/reference.py", "if upstream.entropy is not None:", "if False:"),
     Mutation("soft cap without derivative", "policy/scoring/types.py",
              "g = g * (1 - torch.tanh(x.to(g.dtype) * self.scale / self.softcap).square())", "pass"),
-    Mutation("every slice of the vocabulary as the first", "policy/recompute.py", "first=columns.start", "first=0"),
+    Mutation("every slice of the vocabulary as the first", "policy/head_gradients.py", "first=columns.start", "first=0"),
     Mutation("variance term missing in (7)", "projection/derivative.py",
              "probs * (g.sum(-1, keepdim=True) + centred * along[:, None])", "probs * g.sum(-1, keepdim=True)"),
     Mutation("sign of the variance term in (7)", "projection/derivative.py", "+ centred * along", "- centred * along"),

@@ -66,7 +66,7 @@ SLOW_AFTER_THE_FIRST_CASE = (  # of a parametrised test, the first case stays in
     "objective/test_objective_training.py",
     "objective/test_objective_triton.py",
     "policy/test_policy_parallel.py",
-    "policy/test_policy_single_pass.py::test_the_kernels_give_the_same",
+    "policy/test_policy_head_gradients.py::test_the_kernels_give_the_same",
     "policy/test_policy_triton.py",
     "policy/test_policy_triton_head.py",
     "projection/test_projection_triton.py",

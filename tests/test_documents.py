@@ -23,8 +23,8 @@ from troll.lab.report.rules import RULES, RuleMonitor, history, learning
 from troll.lab.report.rules import health as upkeep
 from troll.lab.report.rules import trust_region as region
 from troll.lab.runs import Run
-from troll.policy import align, single_pass
-from troll.policy.matmul import _TILE_BYTES, Products
+from troll.policy import align, head_gradients
+from troll.policy.matmul import _TILE_BYTES, TiledMatmul
 from troll.policy.scoring import KERNEL_SUPPORT
 
 ROOT = Path(__file__).parent.parent
@@ -184,20 +184,20 @@ def test_the_memory_budgets_on_the_page() -> None:
     for row in rows:
         V, H, whole, chunks = (int(x.replace(",", "")) for x in row)
         number = torch.zeros(1, dtype=torch.bfloat16)
-        products = Products(number.expand(tokens, H), number.expand(V, H), None)
-        ways = [single_pass.plan(products, True, mib * 2**20).way for mib in (chunks - 1, chunks, whole - 1, whole)]
+        products = TiledMatmul(number.expand(tokens, H), number.expand(V, H), None)
+        ways = [head_gradients.plan(products, True, mib * 2**20).way for mib in (chunks - 1, chunks, whole - 1, whole)]
         assert ways == ["recompute", "chunks", "chunks", "whole"]
 
 
 def test_the_constants_on_the_kernel_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     text = " ".join(KERNELS.split())
-    assert (single_pass.BUDGET, _TILE_BYTES) == ({"cpu": 2**29, "other": 2**32}, {"cpu": 2**26, "other": 2**29})
+    assert (head_gradients.BUDGET, _TILE_BYTES) == ({"cpu": 2**29, "other": 2**32}, {"cpu": 2**26, "other": 2**29})
     for said in (
         f"at most {KERNEL_SUPPORT} tokens per position",
         "4 GiB unless you say otherwise, ½ GiB on a CPU",
         "The tile takes 512 MiB (64 MiB on a CPU)",
-        f"those of at least {single_pass._FEWEST_ROWS} tokens",
+        f"those of at least {head_gradients._FEWEST_ROWS} tokens",
         f"{choose('auto', torch.device('cpu'))}",
     ):
         assert said in text, said

@@ -11,7 +11,7 @@ from torch import Tensor
 from troll import implementation as choice
 from troll.errors import InputError
 from troll.implementation import Choice, choose
-from troll.policy.scoring import KERNEL_SUPPORT, Logit, choose_for
+from troll.policy.scoring import KERNEL_SUPPORT, LogitTransform, choose_for
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 
@@ -155,13 +155,13 @@ def test_kernels_are_refused_while_compiling(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("dtype", "support", "logit", "why"),
     [
-        (torch.float64, 8, Logit(), "logits are fp64"),
-        (torch.bfloat16, KERNEL_SUPPORT + 1, Logit(), f"max_support is {KERNEL_SUPPORT + 1}, above the 256"),
-        (torch.float32, 8, Logit(scale=-1.0), "the logit scale is -1.0"),
-        (torch.float32, 8, Logit(scale=0.0), "the logit scale is 0.0"),
+        (torch.float64, 8, LogitTransform(), "logits are fp64"),
+        (torch.bfloat16, KERNEL_SUPPORT + 1, LogitTransform(), f"max_support is {KERNEL_SUPPORT + 1}, above the 256"),
+        (torch.float32, 8, LogitTransform(scale=-1.0), "the logit scale is -1.0"),
+        (torch.float32, 8, LogitTransform(scale=0.0), "the logit scale is 0.0"),
     ],
 )
-def test_rows_that_the_kernels_cannot_score(dtype: torch.dtype, support: int, logit: Logit, why: str) -> None:
+def test_rows_that_the_kernels_cannot_score(dtype: torch.dtype, support: int, logit: LogitTransform, why: str) -> None:
     taken = choose_for("auto", CUDA, dtype, support, logit)
     assert taken.impl == "reference"
     assert taken.why.startswith(why)
@@ -173,4 +173,4 @@ def test_rows_that_the_kernels_cannot_score(dtype: torch.dtype, support: int, lo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_that_the_kernels_can_score(dtype: torch.dtype) -> None:
     for support in (1, KERNEL_SUPPORT):
-        assert choose_for("auto", CUDA, dtype, support, Logit(0.5, 30.0, 0.7)).impl == "triton"
+        assert choose_for("auto", CUDA, dtype, support, LogitTransform(0.5, 30.0, 0.7)).impl == "triton"

@@ -14,8 +14,8 @@ from torch import Tensor
 from troll import Head, InputError, SparsePolicy, aggregate, fused_troll_loss, troll_loss
 from troll.objective.aggregation import token_weights
 from troll.policy import head as head_module
-from troll.policy.matmul import Products
-from troll.policy.single_pass import Plan
+from troll.policy.head_gradients import Plan
+from troll.policy.matmul import TiledMatmul
 
 B, T, V, H, K = 3, 4, 40, 5, 8
 F32, F64 = torch.float32, torch.float64
@@ -98,7 +98,7 @@ def fused(
 ) -> Outcome:
     """The way under test, at will in chunks of two rows or with the logits made twice."""
 
-    def planned(products: Products, *_: Any) -> Plan:
+    def planned(products: TiledMatmul, *_: Any) -> Plan:
         rows = {"whole": len(products.hidden), "chunks": 2, "recompute": 0}[way or "whole"]
         return Plan(way, rows * V * products.dtype.itemsize)  # type: ignore[arg-type]
 

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from troll.implementation import Choice
-from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, gradient, score
+from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, gradient, score
 
 INF, NAN = math.inf, math.nan
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = [BF16, F16, F32]
-PLAIN, SCALED, CAPPED = Logit(), Logit(scale=0.5, temperature=0.7), Logit(scale=2.0, softcap=5.0, temperature=1.7)
+PLAIN, SCALED, CAPPED = (
+    LogitTransform(),
+    LogitTransform(scale=0.5, temperature=0.7),
+    LogitTransform(scale=2.0, softcap=5.0, temperature=1.7),
+)
 LOGITS = [PLAIN, SCALED, CAPPED]
 REFERENCE, TRITON = Choice("reference", "the definition"), Choice("triton", "under test")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,7 +95,7 @@ def all_same_bits(a: Any, b: Any) -> bool:
 # ---- exact numbers -------------------------------------------------------------------------------------------------
 
 
-def exact_logits(x: Tensor, logit: Logit) -> Tensor:
+def exact_logits(x: Tensor, logit: LogitTransform) -> Tensor:
     """z = c tanh(s x / c) / T in fp64, by plain, differentiable torch."""
     z = x.double() * logit.scale
     if logit.softcap is not None:
@@ -99,7 +103,7 @@ def exact_logits(x: Tensor, logit: Logit) -> Tensor:
     return z / logit.temperature
 
 
-def exactly(x: Tensor, logit: Logit, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def exactly(x: Tensor, logit: LogitTransform, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities at the ids (0 where unused), log tail and entropy, in fp64 by plain, differentiable torch."""
     log_p = exact_logits(x, logit).log_softmax(-1)
     used = token_ids >= 0
@@ -125,7 +129,7 @@ def run(
     x: Tensor,
     sampled: Tensor,
     support: MostProbable | Tensor,
-    logit: Logit = PLAIN,
+    logit: LogitTransform = PLAIN,
     counted: Tensor | None = None,
     choice: Choice = TRITON,
     **options: Any,
@@ -149,7 +153,7 @@ def compare(
     x: Tensor,
     sampled: Tensor,
     support: MostProbable | Tensor,
-    logit: Logit = PLAIN,
+    logit: LogitTransform = PLAIN,
     counted: Tensor | None = None,
     entropy: bool = True,
 ) -> Scores:
@@ -192,7 +196,7 @@ def assert_empty(scores: Scores, where: Tensor) -> None:
     assert scores.entropy[where].tolist() == [0.0] * count
 
 
-def spectrum(N: int, V: int, dtype: torch.dtype, logit: Logit = PLAIN, seed: int = 0) -> tuple[Tensor, Tensor]:
+def spectrum(N: int, V: int, dtype: torch.dtype, logit: LogitTransform = PLAIN, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Rows from flat to sharp, a seventh of the second excluded, three tokens have nearly all of the last; and
     possible tokens, the most probable one in every other row.
 
@@ -223,7 +227,7 @@ def upstream(scores: Scores, parts: tuple[bool, bool, bool] = (True, True, True)
     )
 
 
-def exact_gradient(x: Tensor, logit: Logit, scores: Scores, arriving: Upstream) -> Tensor:
+def exact_gradient(x: Tensor, logit: LogitTransform, scores: Scores, arriving: Upstream) -> Tensor:
     """By autograd in fp64, zero where a row has no support."""
     there = scores.token_ids[:, 0] >= 0
     truth = torch.zeros(x.shape, dtype=F64, device=x.device)
@@ -239,7 +243,7 @@ def exact_gradient(x: Tensor, logit: Logit, scores: Scores, arriving: Upstream) 
 
 
 def assert_gradient(
-    x: Tensor, logit: Logit, scores: Scores, arriving: Upstream, found: Tensor, truth: Tensor | None = None
+    x: Tensor, logit: LogitTransform, scores: Scores, arriving: Upstream, found: Tensor, truth: Tensor | None = None
 ) -> None:
     """No further from the truth than the definition in fp32, then rounded to the type of ``found``."""
     truth = exact_gradient(x, logit, scores, arriving) if truth is None else truth

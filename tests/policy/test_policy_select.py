@@ -12,7 +12,7 @@ from policy_cases import F32, F64, INF, close, each_impl, greedy, ids, kept, nor
 from torch import Tensor
 
 from troll.policy import SparsePolicy, sparsify
-from troll.policy.scoring import Logit, types
+from troll.policy.scoring import LogitTransform, types
 from troll.policy.scoring.reference import largest, log_norms
 
 _impl = each_impl()
@@ -333,6 +333,6 @@ def test_log_norms_by_hand() -> None:
     assert found[:3, 0].tolist() == [0.0, 1.0, 4096.0]
     assert found[:3, 1].tolist() == close([math.log(2), 0.0, math.log(2)], rel=1e-7)
     assert not found[3:, 1].isfinite().any()
-    peak, rest = log_norms(Logit(temperature=0.5).read(torch.tensor([[0.0, 2.0]], dtype=F64)))[0].tolist()
+    peak, rest = log_norms(LogitTransform(temperature=0.5).read(torch.tensor([[0.0, 2.0]], dtype=F64)))[0].tolist()
     assert peak == 4.0
     assert rest == close(math.log1p(math.exp(-4)), rel=0, abs=3e-16)  # the logarithm of a rounded 1.018

@@ -49,7 +49,7 @@ from torch import Tensor
 
 import troll
 from troll.errors import InputError
-from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, gradient, reference
+from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, gradient, reference
 from troll.policy.scoring import triton as launchers
 from troll.policy.scoring import triton_bits as numbers
 
@@ -59,7 +59,7 @@ HOWS = ["select", "given"]
 SUBSETS = list(itertools.product([True, False], repeat=3))
 
 
-def support_of(how: str, x: Tensor, sampled: Tensor, K: int, tail_mass: float, logit: Logit = PLAIN) -> object:
+def support_of(how: str, x: Tensor, sampled: Tensor, K: int, tail_mass: float, logit: LogitTransform = PLAIN) -> object:
     """A support to be selected, or the one that other logits would select."""
     if how == "select":
         return MostProbable(K, tail_mass)
@@ -74,7 +74,7 @@ def support_of(how: str, x: Tensor, sampled: Tensor, K: int, tail_mass: float, l
 @pytest.mark.parametrize("logit", LOGITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_tokens_are_the_same_and_the_numbers_as_close_to_the_truth(
-    dtype: torch.dtype, logit: Logit, how: str
+    dtype: torch.dtype, logit: LogitTransform, how: str
 ) -> None:
     x, sampled = spectrum(4, 1300, dtype, logit)
     found = compare(x, sampled, support_of(how, x, sampled, 13, 1e-4, logit), logit)
@@ -108,7 +108,7 @@ def test_larger_sizes(V: int, K: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tail_mass", [0.0, 1e-9, 1e-5, 0.3])
 @pytest.mark.parametrize("logit", [SCALED, CAPPED])
-def test_as_many_tokens_as_cover_the_mass(tail_mass: float, logit: Logit) -> None:
+def test_as_many_tokens_as_cover_the_mass(tail_mass: float, logit: LogitTransform) -> None:
     x, sampled = spectrum(4, 700, F32, logit, seed=5)
     x[2:, 100:103] += 12.0
     if tail_mass > 0:  # in fp32 the mass that is left is known to some 1e-7 of all
@@ -241,7 +241,7 @@ def test_any_small_rows(
     K: int,
     tail_mass: float,
     dtype: torch.dtype,
-    logit: Logit,
+    logit: LogitTransform,
 ) -> None:
     whole = integers(N, V, below=2 * values + 1, seed=seed) - values
     x = (whole / max(1.0, values / 8)).to(dtype)
@@ -318,9 +318,9 @@ def test_the_lowest_number_of_a_type_excludes_tokens_too(dtype: torch.dtype, how
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("logit", [PLAIN, Logit(temperature=0.25)])
+@pytest.mark.parametrize("logit", [PLAIN, LogitTransform(temperature=0.25)])
 @pytest.mark.parametrize("dtype", [BF16, F32])
-def test_a_tail_that_underflows_is_exact(dtype: torch.dtype, logit: Logit, how: str) -> None:
+def test_a_tail_that_underflows_is_exact(dtype: torch.dtype, logit: LogitTransform, how: str) -> None:
     """Logits spread over thousands: what is left after few tokens is e^−500 or e^−8000, never 0, and not 1 − Σ."""
     V = 1400
     x = torch.full((5, V), -9000.0)
@@ -358,7 +358,7 @@ def test_a_tail_below_every_double_is_exact() -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("logit", [PLAIN, CAPPED])
 def test_rows_that_define_no_distribution_have_no_support(
-    logit: Logit, dtype: torch.dtype, entropy: bool, how: str
+    logit: LogitTransform, dtype: torch.dtype, entropy: bool, how: str
 ) -> None:
     """NaN at the front, in the middle, at the end, everywhere, in a whole chunk; +inf; only −inf; good ones between."""
     V = 1100
@@ -590,7 +590,7 @@ def test_memory_that_was_not_written_is_not_read() -> None:
     ],
 )
 def test_the_gradient_is_as_close_to_the_truth(
-    parts: tuple[bool, bool, bool], dtype: torch.dtype, logit: Logit
+    parts: tuple[bool, bool, bool], dtype: torch.dtype, logit: LogitTransform
 ) -> None:
     x, sampled = spectrum(4, 700, dtype, logit, seed=40)
     scores = run(x, sampled, MostProbable(9, 1e-4), logit, choice=REFERENCE)
@@ -616,7 +616,7 @@ def test_the_gradient_takes_the_type_of_its_place(out_dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("logit", [PLAIN, CAPPED])
 @pytest.mark.parametrize("cuts", [[0, 1, 700], [0, 37, 300, 512, 513, 700], [0, 700]])
-def test_slices_of_the_vocabulary_are_slices_of_the_gradient(cuts: list[int], logit: Logit) -> None:
+def test_slices_of_the_vocabulary_are_slices_of_the_gradient(cuts: list[int], logit: LogitTransform) -> None:
     x, sampled = spectrum(4, 700, F32, logit, seed=42)
     sampled[0], sampled[2] = 0, 699
     scores = run(x, sampled, MostProbable(9, 1e-4), logit, choice=REFERENCE)

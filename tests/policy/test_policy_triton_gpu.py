@@ -28,16 +28,16 @@ from torch import Tensor
 
 import troll
 from troll.policy import head as head_module
-from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, gradient, score
+from troll.policy.head_gradients import Plan
+from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, gradient, score
 from troll.policy.scoring import triton as launchers
-from troll.policy.single_pass import Plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 VOCABULARIES = [49_152, 151_936, 262_144]  # SmolLM2, Qwen2.5, Gemma 3
 
 
-def rows(N: int, V: int, dtype: torch.dtype, logit: Logit = PLAIN, seed: int = 0) -> tuple[Tensor, Tensor]:
+def rows(N: int, V: int, dtype: torch.dtype, logit: LogitTransform = PLAIN, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Rows from flat to as sharp as a model's, in the half precisions with many ties; one excludes tokens."""
     g = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(N, V, generator=g, device="cuda") * torch.linspace(0.5, 5.0, N, device="cuda")[:, None]
@@ -50,11 +50,13 @@ def rows(N: int, V: int, dtype: torch.dtype, logit: Logit = PLAIN, seed: int = 0
     return x.to(dtype), sampled
 
 
-def by(x: Tensor, sampled: Tensor, support: Any, logit: Logit, choice: Any, counted: Tensor | None = None) -> Scores:
+def by(
+    x: Tensor, sampled: Tensor, support: Any, logit: LogitTransform, choice: Any, counted: Tensor | None = None
+) -> Scores:
     return score(x, logit, sampled, support, counted, choice)
 
 
-def exact(x: Tensor, logit: Logit, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def exact(x: Tensor, logit: LogitTransform, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities at the ids, log tail, entropy and log Σ e^z in fp64, a few rows at a time."""
     parts = []
     for row, ids in zip(x.split(8), token_ids.split(8), strict=True):
@@ -80,7 +82,7 @@ def assert_within_budget(ours: Tensor, theirs: Tensor, truth: Tensor, size: floa
 @pytest.mark.parametrize("K", [64, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logit", LOGITS)
-def test_scores(V: int, K: int, dtype: torch.dtype, logit: Logit) -> None:
+def test_scores(V: int, K: int, dtype: torch.dtype, logit: LogitTransform) -> None:
     x, sampled = rows(64, V, dtype, logit)
     for tail_mass in (0.0, 1e-5):
         ours, theirs = (by(x, sampled, MostProbable(K, tail_mass), logit, c) for c in (TRITON, REFERENCE))
@@ -112,7 +114,7 @@ def test_a_soft_cap_at_which_many_tokens_are_equal(dtype: torch.dtype) -> None:
     g = torch.Generator("cuda").manual_seed(3)
     x = (30 * torch.randn(256, 49_152, generator=g, device="cuda")).to(dtype)
     sampled = torch.randint(49_152, (256,), generator=g, device="cuda")
-    found = by(x, sampled, MostProbable(64, 0.0), Logit(softcap=5.0), TRITON)
+    found = by(x, sampled, MostProbable(64, 0.0), LogitTransform(softcap=5.0), TRITON)
     assert (found.token_ids >= 0).all()
     assert (found.token_ids.sort(-1).values.diff(dim=-1) > 0).all()
     others = x.float().gather(-1, found.token_ids[:, 1:])
@@ -168,7 +170,7 @@ def test_tails_that_underflow() -> None:
 @pytest.mark.parametrize("V", VOCABULARIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logit", [PLAIN, SCALED, CAPPED])
-def test_gradients(V: int, dtype: torch.dtype, logit: Logit) -> None:
+def test_gradients(V: int, dtype: torch.dtype, logit: LogitTransform) -> None:
     x, sampled = rows(64, V, dtype, logit)
     scores = by(x, sampled, MostProbable(64, 1e-5), logit, REFERENCE)
     arriving = upstream(scores)
@@ -191,7 +193,7 @@ def test_gradients(V: int, dtype: torch.dtype, logit: Logit) -> None:
     assert same_bits(pieces, ours)
 
 
-def exact_gradient(x: Tensor, logit: Logit, scores: Scores, arriving: Upstream) -> Tensor:
+def exact_gradient(x: Tensor, logit: LogitTransform, scores: Scores, arriving: Upstream) -> Tensor:
     """The formula of ``troll.policy.scoring`` in fp64, by the definition, a few rows at a time."""
     truth = torch.empty(x.shape, dtype=F64, device="cuda")
     for start in range(0, len(x), 8):

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, reference, types
+from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, reference, types
 from troll.policy.scoring import cpu as tuned
 
 BF16, F16 = torch.bfloat16, torch.float16
 DTYPES = [BF16, F16, F32, F64]
-PLAIN, CAPPED = Logit(), Logit(scale=0.7, softcap=5.0, temperature=1.3)
+PLAIN, CAPPED = LogitTransform(), LogitTransform(scale=0.7, softcap=5.0, temperature=1.3)
 SUBSETS = [x for x in itertools.product([True, False], repeat=3) if any(x)]
 
 
@@ -38,7 +38,7 @@ def sizes(blocks: tuple[int, ...] | None = None, chunk: int | None = None) -> It
 
 
 def score(
-    module: Any, x: Tensor, logit: Logit, sampled: Tensor, support: Any, counted: Tensor | None, entropy: bool
+    module: Any, x: Tensor, logit: LogitTransform, sampled: Tensor, support: Any, counted: Tensor | None, entropy: bool
 ) -> Scores:
     """The scores, written over numbers that make no sense."""
     scores = Scores.empty(len(x), x.shape[-1], support, x.dtype, x.device)
@@ -48,7 +48,7 @@ def score(
     return scores
 
 
-def gradient(module: Any, x: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor) -> None:
+def gradient(module: Any, x: Tensor, logit: LogitTransform, scores: Scores, upstream: Upstream, out: Tensor) -> None:
     """The gradient of whole rows."""
     module.gradient(x, logit, scores, upstream, out, 0)
 
@@ -118,7 +118,7 @@ def test_equal_blocks_and_what_is_behind_the_last_one(width: int) -> None:
     st.integers(1, 300),
     st.sampled_from([0.0, 0.0, 1e-5, 1e-3, 0.05, 0.5]),
     st.sampled_from(DTYPES),
-    st.builds(Logit, st.sampled_from([1.0, 0.7]), st.sampled_from([None, 5.0]), st.sampled_from([1.0, 0.6])),
+    st.builds(LogitTransform, st.sampled_from([1.0, 0.7]), st.sampled_from([None, 5.0]), st.sampled_from([1.0, 0.6])),
     st.sampled_from([(64, 32), (4, 2)]),
     st.booleans(),
 )
@@ -127,7 +127,7 @@ def test_the_choice_and_the_numbers_are_those_of_the_reference(
     max_support: int,
     tail_mass: float,
     dtype: torch.dtype,
-    logit: Logit,
+    logit: LogitTransform,
     blocks: tuple[int, ...],
     entropy: bool,
 ) -> None:
@@ -152,7 +152,7 @@ def test_the_choice_and_the_numbers_are_those_of_the_reference(
 # ---- the numbers ---------------------------------------------------------------------------------------------------
 
 
-def realistic(dtype: torch.dtype, logit: Logit, N: int = 24, V: int = 3001) -> tuple[Tensor, Tensor]:
+def realistic(dtype: torch.dtype, logit: LogitTransform, N: int = 24, V: int = 3001) -> tuple[Tensor, Tensor]:
     """Rows from flat to sharp, far from zero where nothing caps them; one excludes tokens, four have few."""
     x = normal(N, V, seed=70, scale=1.0) * torch.linspace(0.1, 6.0, N)[:, None]
     x[-4:, 5:8] += 30.0
@@ -163,7 +163,7 @@ def realistic(dtype: torch.dtype, logit: Logit, N: int = 24, V: int = 3001) -> t
     return x.to(dtype), sampled
 
 
-def exactly(x: Tensor, logit: Logit, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def exactly(x: Tensor, logit: LogitTransform, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities at the ids (0 where unused), log tail and entropy, in fp64 by plain, differentiable torch."""
     z = x.double() * logit.scale
     if logit.softcap is not None:
@@ -186,7 +186,7 @@ def distance(found: Tensor, truth: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("how", ["select", "given"])
 def test_numbers_are_no_further_from_the_truth_than_those_of_the_reference(
-    dtype: torch.dtype, logit: Logit, how: str
+    dtype: torch.dtype, logit: LogitTransform, how: str
 ) -> None:
     x, sampled = realistic(dtype, logit)
     support = MostProbable(40, 1e-4)
@@ -213,7 +213,7 @@ def test_numbers_are_no_further_from_the_truth_than_those_of_the_reference(
 @pytest.mark.parametrize("logit", [PLAIN, CAPPED])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_every_subset_are_no_further_from_the_truth(
-    parts: tuple[bool, bool, bool], logit: Logit, dtype: torch.dtype
+    parts: tuple[bool, bool, bool], logit: LogitTransform, dtype: torch.dtype
 ) -> None:
     x, sampled = realistic(dtype, logit)
     scores = score(tuned, x, logit, sampled, MostProbable(40, 1e-4), None, True)
@@ -258,7 +258,7 @@ def test_gradients_of_every_subset_are_no_further_from_the_truth(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entropy", [True, False])
 def test_slices_of_the_vocabulary_have_their_part_of_the_gradient(
-    entropy: bool, dtype: torch.dtype, logit: Logit, module: Any
+    entropy: bool, dtype: torch.dtype, logit: LogitTransform, module: Any
 ) -> None:
     """In place, as in use; some slices have no kept token of some rows, one row has no support."""
     x, sampled = realistic(dtype, logit)
@@ -353,7 +353,7 @@ def same(a: Scores, b: Scores) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 3 * 3001, 1 << 20])
 def test_rows_that_do_not_count_are_empty_and_change_nothing(
-    how: str, logit: Logit, dtype: torch.dtype, chunk: int
+    how: str, logit: LogitTransform, dtype: torch.dtype, chunk: int
 ) -> None:
     """Every third row, and a whole chunk of them, holds NaN; the others have the bits that they have alone."""
     x, sampled = realistic(dtype, logit)

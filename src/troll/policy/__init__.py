@@ -8,9 +8,8 @@ from troll.policy.align import LOG_FLOOR, TAIL, Aligned, Tail, align, proposal_t
 from troll.policy.divergence import entropy, kl_terms, sequence_kl, token_kl, total_variation
 from troll.policy.head import Head, Scored
 from troll.policy.packed import PackedPolicy
-from troll.policy.positions import MAX_SUPPORT, TAIL_MASS, OnInvalid, check_support
 from troll.policy.sparse import SparsePolicy
-from troll.policy.sparsify import restrict, sparsify
+from troll.policy.sparsify import MAX_SUPPORT, TAIL_MASS, OnInvalid, check_support, restrict, sparsify
 
 __all__ = [
     "LOG_FLOOR",

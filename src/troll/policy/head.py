@@ -1,7 +1,7 @@
 """``Head``: hidden states → ``SparsePolicy`` or a loss, without the logits [N, V] in memory.
 
 What is read off the logits is computed in fp32 (fp64 for fp64); ``troll.policy.matmul`` says how they are made,
-``recompute`` and ``single_pass`` how they are differentiated.
+``troll.policy.head_gradients`` how they are differentiated.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from torch import Tensor
 from troll.deferred import DeferredCheck, DeferredChecks, check_or_defer
 from troll.errors import InputError
 from troll.implementation import Impl
-from troll.policy.matmul import Products
-from troll.policy.positions import MAX_SUPPORT, TAIL_MASS, OnInvalid, Positions, check_support, check_vocabulary
-from troll.policy.recompute import ScoreRows
-from troll.policy.scoring import Logit, MostProbable, Scores, choose_for
-from troll.policy.single_pass import SinglePass, plan
+from troll.policy.head_gradients import ScoreRows, SinglePass, plan
+from troll.policy.matmul import TiledMatmul
+from troll.policy.scoring import LogitTransform, MostProbable, Scores, choose_for
 from troll.policy.sparse import SparsePolicy
-from troll.policy.sparsify import made_by
+from troll.policy.sparsify import MAX_SUPPORT, TAIL_MASS, OnInvalid, Positions, check_support, check_vocabulary, made_by
 
 
 class Scored(NamedTuple):
@@ -126,7 +124,7 @@ class Head:
             max_support, tail_mass, temperature: for a support that is selected.
             loss_mask: [...] positions that count.
             memory_budget: bytes that may be allocated, gradients included, 4 GiB by default (½ GiB on a CPU); see
-                ``troll.policy.single_pass`` for what they buy.
+                ``troll.policy.head_gradients`` for what they buy.
             later: as for ``sparsify``.
         """
         with self.gather(self.weight, self.bias):
@@ -159,7 +157,7 @@ class Head:
 
         hidden = rows.inputs[0]
         needs_weight = torch.is_grad_enabled() and self.weight.requires_grad
-        how = plan(Products(hidden, self.weight, self.bias), needs_weight, memory_budget)
+        how = plan(TiledMatmul(hidden, self.weight, self.bias), needs_weight, memory_budget)
         if how.way == "recompute":
             scores = Scores(*ScoreRows.apply(*rows.inputs))  # type: ignore[no-untyped-call]
             value, sampled = of_rows(scores, slice(0, len(hidden))), scores.token_ids[:, 0]
@@ -173,8 +171,8 @@ class Head:
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """The logits of a few positions [n, H], divided by the temperature: [n, V]."""
         with self.gather(self.weight, self.bias):
-            tile = Products(hidden, self.weight, self.bias).tile(slice(0, len(hidden)))
-        return Logit(self.scale, self.softcap, temperature).read(tile)
+            tile = TiledMatmul(hidden, self.weight, self.bias).tile(slice(0, len(hidden)))
+        return LogitTransform(self.scale, self.softcap, temperature).read(tile)
 
 
 def _most_probable(max_support: int, tail_mass: float) -> MostProbable:
@@ -191,9 +189,9 @@ class _Rows:
         self.flat = hidden.reshape(-1, hidden.shape[-1])
         counted = positions.counted
         self.at = None if counted is None or bool(counted.all()) else counted.nonzero()[:, 0]
-        logit = Logit(head.scale, head.softcap, positions.temperature)
+        logit = LogitTransform(head.scale, head.softcap, positions.temperature)
         K = min(support.max_support, positions.vocab_size) if isinstance(support, MostProbable) else support.shape[-1]
-        products = Products(self.flat, head.weight, head.bias)
+        products = TiledMatmul(self.flat, head.weight, head.bias)
         choice = choose_for(head.impl, hidden.device, products.dtype, K, logit)
         if choice.impl != "triton" or positions.on_invalid == "mask":  # as in ``sparsify``
             positions.check_ids()

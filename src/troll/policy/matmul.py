@@ -17,7 +17,7 @@ _VOCABULARY_SLICE = 1 << 15  # tokens of a weight of another type, converted at 
 _MULTIPLE = 128  # of rows or columns, on an accelerator
 
 
-class Products:
+class TiledMatmul:
     """The products of hidden states [N, H] with a head."""
 
     def __init__(

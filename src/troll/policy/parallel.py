@@ -33,11 +33,10 @@ from troll.deferred import DeferredCheck, run_checks
 from troll.errors import InputError
 from troll.implementation import Choice, Impl
 from troll.policy.head import Scored
-from troll.policy.positions import MAX_SUPPORT, TAIL_MASS, OnInvalid, check_support, check_vocabulary
-from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, choose_for, gradient, score
+from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, choose_for, gradient, score
 from troll.policy.scoring.reference import at_tokens, here, keep_enough, largest, log_tail_of, normalised
 from troll.policy.sparse import SparsePolicy
-from troll.policy.sparsify import _Rows, made_by
+from troll.policy.sparsify import MAX_SUPPORT, TAIL_MASS, OnInvalid, _Rows, check_support, check_vocabulary, made_by
 
 
 def sparsify_parallel(
@@ -141,7 +140,7 @@ class _ShardRows(_Rows):
 
     def scored(self, support: MostProbable | Tensor, impl: Impl) -> Scored:
         """What all columns together come to on that support."""
-        shard, logit = self.shard, Logit(temperature=self.temperature)
+        shard, logit = self.shard, LogitTransform(temperature=self.temperature)
         K = min(support.max_support, max(shard.widths)) if isinstance(support, MostProbable) else support.shape[-1]
         choice = choose_for(impl, self.logits.device, self.logits.dtype, K, logit)
         if self.on_invalid == "mask":
@@ -175,7 +174,7 @@ class _ScoreShard(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         shard: _Shard,
-        logit: Logit,
+        logit: LogitTransform,
         sampled: Tensor,
         support: MostProbable | Tensor,
         counted: Tensor | None,
@@ -206,7 +205,9 @@ class _ScoreShard(torch.autograd.Function):
 class _Columns:
     """Rows of the columns of one process, and what all processes know of them together."""
 
-    def __init__(self, tile: Tensor, shard: _Shard, logit: Logit, counted: Tensor | None, choice: Choice) -> None:
+    def __init__(
+        self, tile: Tensor, shard: _Shard, logit: LogitTransform, counted: Tensor | None, choice: Choice
+    ) -> None:
         self.tile, self.shard, self.logit, self.counted, self.choice = tile, shard, logit, counted, choice
         top, self.best = tile.max(-1)
         self.peak = logit.read(top)  # NaN where there is one

@@ -19,14 +19,24 @@ from torch import Tensor
 from troll.implementation import Choice, Impl, choose
 from troll.policy.scoring import cpu as tuned
 from troll.policy.scoring import reference
-from troll.policy.scoring.types import Logit, MostProbable, Scores, Upstream, work_dtype
+from troll.policy.scoring.types import LogitTransform, MostProbable, Scores, Upstream, work_dtype
 
-__all__ = ["Logit", "MostProbable", "Scores", "Upstream", "choose_for", "gradient", "scale_", "score", "work_dtype"]
+__all__ = [
+    "LogitTransform",
+    "MostProbable",
+    "Scores",
+    "Upstream",
+    "choose_for",
+    "gradient",
+    "scale_",
+    "score",
+    "work_dtype",
+]
 
 KERNEL_SUPPORT = 256  # most tokens per position that the kernels keep
 
 
-def choose_for(impl: Impl, device: torch.device, dtype: torch.dtype, support: int, logit: Logit) -> Choice:
+def choose_for(impl: Impl, device: torch.device, dtype: torch.dtype, support: int, logit: LogitTransform) -> Choice:
     """What computes for rows of this type, with so many tokens kept."""
     cannot = None
     if work_dtype(dtype) == torch.float64:
@@ -48,7 +58,7 @@ def _module(choice: Choice) -> Any:
 
 def score(
     tile: Tensor,
-    logit: Logit,
+    logit: LogitTransform,
     sampled: Tensor,
     support: MostProbable | Tensor,
     counted: Tensor | None,
@@ -71,7 +81,7 @@ def score(
 
 def gradient(
     tile: Tensor,
-    logit: Logit,
+    logit: LogitTransform,
     scores: Scores,
     upstream: Upstream,
     out: Tensor,

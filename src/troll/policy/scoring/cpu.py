@@ -18,7 +18,7 @@ from torch import Tensor
 
 from troll.policy.scoring import reference
 from troll.policy.scoring.reference import here, hidden, keep_enough, log_tail_of, normalised
-from troll.policy.scoring.types import Logit, MostProbable, Scores, Upstream, row_chunks, work_dtype
+from troll.policy.scoring.types import LogitTransform, MostProbable, Scores, Upstream, row_chunks, work_dtype
 
 _BLOCKS = (64, 32)  # logits; amax of shorter ones is not vectorised
 _LOWEST = -1e4  # e^ of it is zero in every type, and so is e^ of it times it
@@ -26,7 +26,7 @@ _LOWEST = -1e4  # e^ of it is zero in every type, and so is e^ of it times it
 
 def score(
     tile: Tensor,
-    logit: Logit,
+    logit: LogitTransform,
     sampled: Tensor,
     support: MostProbable | Tensor,
     counted: Tensor | None,
@@ -44,7 +44,7 @@ def score(
             number[at] = found
 
 
-def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
+def gradient(tile: Tensor, logit: LogitTransform, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
     """See ``troll.policy.scoring.gradient``."""
     room = _room(tile, 3)
     for rows, at in _chunks(tile, scores.token_ids[:, 0] >= 0):
@@ -73,9 +73,9 @@ def _room(tile: Tensor, buffers: int) -> list[Tensor]:
     return [tile.new_empty(rows, tile.shape[-1], dtype=work_dtype(tile.dtype)) for _ in range(buffers)]
 
 
-def _read(x: Tensor, logit: Logit, out: Tensor, slope: Tensor | None = None) -> Tensor:
+def _read(x: Tensor, logit: LogitTransform, out: Tensor, slope: Tensor | None = None) -> Tensor:
     """``logit.read``, in ``out``, or x itself where there is nothing to do; the soft cap's derivative in ``slope``."""
-    if x.dtype == out.dtype and logit == Logit():
+    if x.dtype == out.dtype and logit == LogitTransform():
         return x
     out.copy_(x)
     if logit.scale != 1.0:
@@ -89,7 +89,7 @@ def _read(x: Tensor, logit: Logit, out: Tensor, slope: Tensor | None = None) -> 
 
 
 def _score(
-    x: Tensor, logit: Logit, sampled: Tensor, support: MostProbable | Tensor, entropy: bool, room: list[Tensor]
+    x: Tensor, logit: LogitTransform, sampled: Tensor, support: MostProbable | Tensor, entropy: bool, room: list[Tensor]
 ) -> Scores:
     d, e = (buffer[: len(x)] for buffer in room)
     z = _read(x, logit, d)
@@ -157,7 +157,7 @@ def _first(z: Tensor, k: int) -> Tensor:
 
 
 def _gradient(
-    x: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, room: list[Tensor], first: int
+    x: Tensor, logit: LogitTransform, scores: Scores, upstream: Upstream, out: Tensor, room: list[Tensor], first: int
 ) -> Tensor:
     """The gradient of rows that have a support, in ``out``, which may be x."""
     ids, peak, shift = scores.token_ids, scores.log_norm[:, :1], scores.log_norm[:, 1:]

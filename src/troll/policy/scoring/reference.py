@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from troll.policy.scoring.types import Logit, MostProbable, Scores, Upstream, row_chunks
+from troll.policy.scoring.types import LogitTransform, MostProbable, Scores, Upstream, row_chunks
 
 
 def score(
     tile: Tensor,
-    logit: Logit,
+    logit: LogitTransform,
     sampled: Tensor,
     support: MostProbable | Tensor,
     counted: Tensor | None,
@@ -108,7 +108,7 @@ def here(token_ids: Tensor, first: int, width: int) -> Tensor:
     return (token_ids >= first) & (token_ids < first + width)
 
 
-def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
+def gradient(tile: Tensor, logit: LogitTransform, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
     """See ``troll.policy.scoring.gradient``."""
     for rows in row_chunks(tile):
         x, part = tile[rows], scores.at(rows)

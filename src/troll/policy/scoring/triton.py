@@ -14,7 +14,7 @@ from troll.policy.scoring.triton_backward import PER_ROW, logits_backward, prepa
 from troll.policy.scoring.triton_forward import BLOCK, CHUNK, CHUNKS, scan, score_support, select_top_k, tail_mass
 
 if TYPE_CHECKING:
-    from troll.policy.scoring.types import Logit, MostProbable, Scores, Upstream
+    from troll.policy.scoring.types import LogitTransform, MostProbable, Scores, Upstream
 
 SCAN = {"BLOCKS": 4, "num_warps": 1}
 SELECT = {"num_warps": 4}
@@ -27,7 +27,7 @@ _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # bits of fp
 
 def score(
     tile: Tensor,
-    logit: Logit,
+    logit: LogitTransform,
     sampled: Tensor,
     support: MostProbable | Tensor,
     counted: Tensor | None,
@@ -53,7 +53,7 @@ def score(
 
 def _score(
     tile: Tensor,
-    logit: Logit,
+    logit: LogitTransform,
     sampled: Tensor,
     support: MostProbable | Tensor,
     counted: Tensor | None,
@@ -98,7 +98,7 @@ def _score(
     )  # fmt: skip
 
 
-def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
+def gradient(tile: Tensor, logit: LogitTransform, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
     """See ``troll.policy.scoring.gradient``."""
     if len(tile) == 0:
         return
@@ -110,7 +110,7 @@ def gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out
         out.copy_(rows)
 
 
-def _gradient(tile: Tensor, logit: Logit, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
+def _gradient(tile: Tensor, logit: LogitTransform, scores: Scores, upstream: Upstream, out: Tensor, first: int) -> None:
     (N, V), K = tile.shape, scores.token_ids.shape[-1]
     KP, numbers, is_capped = triton.next_power_of_2(K), _numbers(logit), logit.softcap is not None
     at_support = scores.log_probs.new_empty(N, K)
@@ -144,11 +144,11 @@ def _width(N: int, V: int) -> int:
     return -(-V // (parts * step)) * step
 
 
-def _numbers(logit: Logit) -> tuple[float, float, float]:
+def _numbers(logit: LogitTransform) -> tuple[float, float, float]:
     return logit.scale, logit.softcap or 1.0, logit.temperature
 
 
-def _reading(logit: Logit) -> dict[str, Any]:
+def _reading(logit: LogitTransform) -> dict[str, Any]:
     """What need not be compiled."""
     return {
         "CAPPED": logit.softcap is not None,

@@ -12,7 +12,7 @@ _CHUNK_ELEMENTS = 1 << 20  # on a CPU: a few megabytes, so that temporaries stay
 _CHUNKS_AT_ONCE = 8  # elsewhere: few launches
 
 
-class Logit(NamedTuple):
+class LogitTransform(NamedTuple):
     """How a row x is read: z = c tanh(s x / c) / T, or s x / T without a soft cap."""
 
     scale: float = 1.0

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from troll import Head, SparsePolicy, sparsify
 from troll.deferred import DeferredChecks, run_checks
-from troll.policy import Scored, single_pass
+from troll.policy import Scored, head_gradients
 from troll.policy import head as head_module
-from troll.policy.matmul import Products, _slices
+from troll.policy.head_gradients import BUDGET, Plan, plan
+from troll.policy.matmul import TiledMatmul, _slices
 from troll.policy.scoring import types
-from troll.policy.single_pass import BUDGET, Plan, plan
 
 V, H, N, K = 53, 7, 11, 6
 BF16, F16 = torch.bfloat16, torch.float16
@@ -104,7 +104,7 @@ def single(
         )
 
 
-def planned(products: Products, way: str, rows: int) -> Plan:
+def planned(products: TiledMatmul, way: str, rows: int) -> Plan:
     rows = {"whole": len(products.hidden), "chunks": rows, "recompute": 0}[way]
     return Plan(way, rows * V * products.dtype.itemsize)  # type: ignore[arg-type]
 
@@ -516,12 +516,12 @@ def test_the_kernels_give_the_same(how: str, way: str) -> None:
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
 
-def head_of(N: int, V: int, H: int, dtype: torch.dtype, weight: torch.dtype) -> Products:
+def head_of(N: int, V: int, H: int, dtype: torch.dtype, weight: torch.dtype) -> TiledMatmul:
     """Products of this size that take no memory."""
-    return Products(torch.empty(1, 1, dtype=dtype).expand(N, H), torch.empty(1, 1, dtype=weight).expand(V, H), None)
+    return TiledMatmul(torch.empty(1, 1, dtype=dtype).expand(N, H), torch.empty(1, 1, dtype=weight).expand(V, H), None)
 
 
-def needed(products: Products, needs_weight: bool, rows: int) -> tuple[int, int]:
+def needed(products: TiledMatmul, needs_weight: bool, rows: int) -> tuple[int, int]:
     """Bytes for ``whole``; and for ``chunks`` of so many rows, while they come in and when their sum is converted."""
     N, (V, H) = len(products.hidden), products.weight.shape
     size = products.dtype.itemsize
@@ -564,7 +564,7 @@ def test_the_fastest_way_within_the_budget(
         assert needed(products, needs_weight, rows)[1] <= budget < needed(products, needs_weight, rows + 1)[1] or (
             needed(products, needs_weight, rows)[1] == needed(products, needs_weight, rows + 1)[1]
         )
-    tiles = list(Products(products.hidden, products.weight, None, tile_bytes=found.tile_bytes).rows())
+    tiles = list(TiledMatmul(products.hidden, products.weight, None, tile_bytes=found.tile_bytes).rows())
     assert tiles[0] == slice(0, min(N, rows))
 
 
@@ -614,9 +614,9 @@ def test_the_budget_decides_how_a_loss_is_computed(way: str, monkeypatch: pytest
     """Chunks as large as it allows; the number of chunks is how often the loss is called."""
     case = Case()
     leaves, calls = case.leaves(), []
-    monkeypatch.setattr(single_pass, "_FEWEST_ROWS", 2)
-    whole, _ = needed(Products(*leaves), True, 0)
-    room = {"whole": whole, "chunks": needed(Products(*leaves), True, 4)[1], "recompute": 1}[way]
+    monkeypatch.setattr(head_gradients, "_FEWEST_ROWS", 2)
+    whole, _ = needed(TiledMatmul(*leaves), True, 0)
+    room = {"whole": whole, "chunks": needed(TiledMatmul(*leaves), True, 4)[1], "recompute": 1}[way]
 
     def loss(scored: Scored, at: Tensor | slice) -> Tensor:
         calls.append(len(scored.entropy))
@@ -654,7 +654,7 @@ def test_slices_cover_everything_once(total: int, fit: int, device: str) -> None
 
 @given(st.integers(0, 60), st.integers(1, 80), st.integers(0, 9000), st.booleans())
 def test_rows_and_columns_fit_into_the_tile_and_cover_the_products(N: int, V: int, tile: int, converts: bool) -> None:
-    products = Products(torch.zeros(N, 2), torch.zeros(V, 2, dtype=BF16 if converts else F32), None, tile_bytes=tile)
+    products = TiledMatmul(torch.zeros(N, 2), torch.zeros(V, 2, dtype=BF16 if converts else F32), None, tile_bytes=tile)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("troll.policy.matmul._VOCABULARY_SLICE", 17)
         rows, columns = list(products.rows()), list(products.columns())
@@ -671,7 +671,7 @@ def test_the_parts_put_together_are_the_products(weight_dtype: torch.dtype, monk
     monkeypatch.setattr("troll.policy.matmul._VOCABULARY_SLICE", 17)
     hidden, weight, bias = normal(9, 4, seed=70), normal(V, 4, seed=71, dtype=weight_dtype), normal(V, seed=72)
     exact = hidden.double() @ weight.double().T + bias.double()
-    products = Products(hidden, weight, bias, tile_bytes=4 * (3 * V + 1))
+    products = TiledMatmul(hidden, weight, bias, tile_bytes=4 * (3 * V + 1))
     by_rows = torch.cat([products.tile(part).clone() for part in products.rows()])
     by_columns = torch.cat([products.slab(part)[0].clone() for part in products.columns()], dim=1)
     for part in products.columns():

@@ -1,18 +1,24 @@
-"""Hidden states → a loss and its gradients in one pass, where the loss of a token depends on its own row of logits.
+"""Gradients of a loss through the language-model head: the logits [N, V] are never all in memory, or only once.
 
-The gradient of such a row is known as soon as the row is: it is made in place, in the forward, and the logits are not
-made a second time. Three products of the size of the head instead of four. What that takes in memory is a choice:
+``ScoreRows`` computes the logits twice. The forward reads the scores off some rows of the logits at a time and drops
+the logits. The backward computes them again, one slice of the vocabulary for all rows at a time, turns the slice in
+place into its gradient, computes the gradient of that slice of the weight, and adds to the gradient of the hidden
+states. It needs the least memory and works for any loss.
 
-``whole``      all rows at once: one tile for the logits and their gradient, and the gradient of the weight from one
-               product, in the weight's own type;
-``chunks``     some rows at a time, with the gradient of the weight summed in fp32;
-``recompute``  not a single pass: the logits are made again in the backward, as ``troll.policy.recompute`` does it, in
-               the least memory. Always so for fp16, whose gradients need the scale that only the backward brings.
+``SinglePass`` computes the logits once. It requires a loss that is a sum over tokens, each depending only on its row
+of logits: the gradient of a row is then known in the forward and overwrites the logits. This takes three matrix
+products of the size of the head instead of four. ``plan`` chooses how much memory to spend:
+
+``whole``      all rows at once: one tile holds the logits, then their gradient; the gradient of the weight is one
+               product, in the dtype of the weight;
+``chunks``     some rows at a time; the gradient of the weight is summed in fp32;
+``recompute``  ``ScoreRows``. Always used for fp16, whose gradients need the loss scale, known only in the backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,14 +27,71 @@ from torch.autograd.function import once_differentiable
 
 from troll.errors import InputError
 from troll.implementation import Choice
-from troll.policy.matmul import Products, add_product, product
-from troll.policy.scoring import Logit, MostProbable, Scores, Upstream, gradient, scale_, score, work_dtype
+from troll.policy.matmul import TiledMatmul, add_product, product
+from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, gradient, scale_, score, work_dtype
 
 BUDGET = {"cpu": 1 << 29, "other": 1 << 32}
 _FEWEST_ROWS = 512  # in a chunk: with fewer, summing the gradient of the weight takes longer than new logits
 
+Gather = Callable[[Tensor, Tensor | None], AbstractContextManager[Any]]
+
 RowLoss = Callable[[Scores, slice], Tensor]
 """The scores of some rows, of which log-probabilities, tail and entropy carry gradient → the sum of their losses."""
+
+
+class ScoreRows(torch.autograd.Function):
+    """Hidden states [N, H] → ``Scores``, of which log-probabilities, tail and entropy carry gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gather: Gather,
+        sampled: Tensor,
+        logit: LogitTransform,
+        support: MostProbable | Tensor,
+        choice: Choice,
+    ) -> tuple[Tensor, ...]:
+        """The scores, some rows at a time."""
+        products = TiledMatmul(hidden, weight, bias)
+        scores = Scores.empty(len(hidden), len(weight), support, products.dtype, hidden.device)
+        for rows in products.rows():
+            part = support if isinstance(support, MostProbable) else support[rows]
+            score(products.tile(rows), logit, sampled[rows], part, None, choice, out=scores.at(rows))
+        ctx.save_for_backward(hidden, weight, bias, *scores)
+        ctx.gather, ctx.logit, ctx.choice, ctx.dtype = gather, logit, choice, products.dtype
+        ctx.mark_non_differentiable(scores.token_ids, scores.log_norm)
+        ctx.set_materialize_grads(False)
+        return tuple(scores)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, _: Any, g_log_probs: Tensor | None, g_tail: Tensor | None, g_entropy: Tensor | None, *__: Any
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients, some columns at a time."""
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        scores, upstream = Scores(*saved), Upstream(g_log_probs, g_tail, g_entropy)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        hidden = hidden.masked_fill(scores.token_ids[:, :1] < 0, 0.0)  # NaN there, and 0 · NaN is NaN
+        work = scores.log_tail.dtype
+        with ctx.gather(weight, bias):
+            products = TiledMatmul(hidden, weight, bias, ctx.dtype)
+            g_hidden = torch.zeros_like(hidden, dtype=work) if need_hidden else None
+            g_weight = torch.empty_like(weight) if need_weight else None
+            g_bias = torch.empty_like(bias) if need_bias else None
+            for columns in products.columns():
+                g, part = products.slab(columns)
+                gradient(g, ctx.logit, scores, upstream, g, ctx.choice, first=columns.start)
+                if g_hidden is not None:
+                    add_product(g, part, g_hidden)
+                if g_weight is not None:
+                    product(g.t(), products.hidden.to(ctx.dtype), g_weight[columns])
+                if g_bias is not None:
+                    g_bias[columns] = g.sum(0, dtype=work)
+        return None if g_hidden is None else g_hidden.to(hidden.dtype), g_weight, g_bias, *[None] * 5
 
 
 class Plan(NamedTuple):
@@ -38,7 +101,7 @@ class Plan(NamedTuple):
     tile_bytes: int
 
 
-def plan(products: Products, needs_weight: bool, budget: int | None) -> Plan:
+def plan(products: TiledMatmul, needs_weight: bool, budget: int | None) -> Plan:
     """The fastest way that stays within ``budget`` bytes: tile, scratch and all gradients, beyond what is there."""
     N, (V, H) = len(products.hidden), products.weight.shape
     if budget is None:
@@ -74,14 +137,14 @@ class SinglePass(torch.autograd.Function):
         bias: Tensor | None,
         gather: Any,
         sampled: Tensor,
-        logit: Logit,
+        logit: LogitTransform,
         support: MostProbable | Tensor,
         choice: Choice,
         loss: RowLoss,
         tile_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         """The loss and its gradients."""
-        products = Products(hidden, weight, bias, tile_bytes=tile_bytes)
+        products = TiledMatmul(hidden, weight, bias, tile_bytes=tile_bytes)
         gradients = _Gradients(products, ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=work_dtype(products.dtype), device=hidden.device)
         slot_0 = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
@@ -129,7 +192,7 @@ def _differentiate(loss: RowLoss, scores: Scores, rows: slice) -> tuple[Tensor, 
 class _Gradients:
     """The gradients of hidden states, weight and bias, as far as they are needed, while rows come in."""
 
-    def __init__(self, products: Products, needed: tuple[bool, ...]) -> None:
+    def __init__(self, products: TiledMatmul, needed: tuple[bool, ...]) -> None:
         self.products = products
         hidden, weight, bias = products.hidden, products.weight, products.bias
         work = work_dtype(products.dtype)
