@@ -16,7 +16,7 @@ with torch.no_grad():  # the rollout: sample, and keep what the old policy said
     sampled = torch.distributions.Categorical(logits=logits).sample()
     old = troll.sparsify(logits, sampled)
 rewards = (sampled < V // 2).float().mean(-1)  # a reward for tokens of the lower half
-advantages = troll.advantages.grpo(rewards, groups=4)  # two prompts, four samples each
+advantages = troll.advantages.grpo(rewards, group_size=4)  # two prompts, four samples each
 loss_mask = torch.ones(B, T, dtype=torch.bool)
 
 for update in range(4):

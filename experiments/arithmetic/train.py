@@ -70,7 +70,7 @@ class Rollout:
             text.split("\n")[0].strip() == a and "\n" in text for text, (_, a) in zip(texts, problems, strict=True)
         ]
         self.rewards = torch.tensor(right, dtype=torch.float32, device=device)
-        self.advantages = troll.advantages.grpo(self.rewards, groups=SAMPLES)
+        self.advantages = troll.advantages.grpo(self.rewards, group_size=SAMPLES)
         self.attention = torch.cat([batch["attention_mask"], torch.ones_like(self.sampled)], dim=1)
 
     def logits(self, model: Any, rows: Tensor) -> Tensor:

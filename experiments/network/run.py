@@ -63,7 +63,7 @@ class Rollout:
         answers = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
         columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         self.rewards = torch.tensor(task["reward"](answers, **columns), device=model.device)
-        self.advantages = troll.advantages.grpo(self.rewards, groups=samples)
+        self.advantages = troll.advantages.grpo(self.rewards, group_size=samples)
 
     def logits(self, model: Any, rows: Tensor) -> Tensor:
         """Logits of the completions' tokens, [B, T, V]."""

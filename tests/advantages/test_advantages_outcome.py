@@ -33,9 +33,11 @@ def blocks(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     return torch.tensor(k, dtype=F64) / 64, G
 
 
-def baseline_of_one_token(rewards: torch.Tensor, groups: int | torch.Tensor) -> torch.Tensor:
+def baseline_of_one_token(
+    rewards: torch.Tensor, groups: torch.Tensor | None = None, group_size: int | None = None
+) -> torch.Tensor:
     """reinforce_pp_baseline for completions of a single token: [B]."""
-    return reinforce_pp_baseline(rewards, groups, torch.ones(len(rewards), 1))[:, 0]
+    return reinforce_pp_baseline(rewards, torch.ones(len(rewards), 1), groups, group_size=group_size)[:, 0]
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
@@ -47,12 +49,12 @@ def test_grpo_by_hand():
     rewards = torch.tensor([1, 0, 0, 0, -2, 0, 0, 0], dtype=F64)
     a, b = 0.75, 0.25
     expected = torch.tensor([a, -b, -b, -b, -1.5 / 1.5, 0.5 / 1.5, 0.5 / 1.5, 0.5 / 1.5], dtype=F64)
-    assert torch.equal(grpo(rewards, 4, eps=0.5), expected)
+    assert torch.equal(grpo(rewards, group_size=4, eps=0.5), expected)
 
 
 def test_grpo_default_eps_is_that_of_trl():
     expected = torch.tensor([0.75, -0.25, -0.25, -0.25], dtype=F64) / (0.5 + 1e-4)
-    assert torch.equal(grpo(torch.tensor([1, 0, 0, 0], dtype=F64), 4), expected)
+    assert torch.equal(grpo(torch.tensor([1, 0, 0, 0], dtype=F64), group_size=4), expected)
 
 
 def test_grpo_with_ids_by_hand():
@@ -82,15 +84,15 @@ def test_reinforce_pp_baseline_by_hand():
     mask = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 1, 0], [1, 0, 0]])
     expected = torch.tensor([[0.4, 0, 0.4], [-0.6, 0, 0], [0, 1.9, 0], [-2.1, 0, 0]], dtype=F64) / (2.175 + 1e-8) ** 0.5
     # About ten roundings of 1.1e-16 on numbers below 4, divided by 1.47.
-    torch.testing.assert_close(reinforce_pp_baseline(rewards, 2, mask), expected, rtol=0, atol=4e-15)
-    assert torch.equal(reinforce_pp_baseline(rewards, 2, mask)[mask == 0], torch.zeros(7, dtype=F64))
+    torch.testing.assert_close(reinforce_pp_baseline(rewards, mask, group_size=2), expected, rtol=0, atol=4e-15)
+    assert torch.equal(reinforce_pp_baseline(rewards, mask, group_size=2)[mask == 0], torch.zeros(7, dtype=F64))
 
 
 def test_reinforce_pp_baseline_takes_groups_by_id():
     rewards, ids = torch.tensor([1.0, 4.0, 0.0, 0.0]), torch.tensor([5, 3, 5, 3])
-    blocks_first = reinforce_pp_baseline(torch.tensor([1.0, 0.0, 4.0, 0.0]), 2, torch.ones(4, 2))
+    blocks_first = reinforce_pp_baseline(torch.tensor([1.0, 0.0, 4.0, 0.0]), torch.ones(4, 2), group_size=2)
     # Deviations ±1/2, ±2 and their squares are exact in any order.
-    assert torch.equal(reinforce_pp_baseline(rewards, ids, torch.ones(4, 2)), blocks_first[[0, 2, 1, 3]])
+    assert torch.equal(reinforce_pp_baseline(rewards, torch.ones(4, 2), ids), blocks_first[[0, 2, 1, 3]])
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def test_reinforce_pp_baseline_takes_groups_by_id():
 @given(batch=blocks(), shift=st.integers(-6400, 6400))
 def test_a_shift_of_all_rewards_changes_nothing(estimator, batch, shift):
     rewards, G = batch
-    assert torch.equal(estimator(rewards + shift / 64, G), estimator(rewards, G))
+    assert torch.equal(estimator(rewards + shift / 64, group_size=G), estimator(rewards, group_size=G))
 
 
 @PROPERTY
@@ -110,7 +112,7 @@ def test_grpo_scales_with_eps_exactly(batch, power):
     # (c·d)/(c·σ + c·eps) = d/(σ + eps); a power of two c scales every intermediate without rounding.
     rewards, G = batch
     c = 2.0**power
-    assert torch.equal(grpo(c * rewards, G, eps=c * 2**-13), grpo(rewards, G, eps=2**-13))
+    assert torch.equal(grpo(c * rewards, group_size=G, eps=c * 2**-13), grpo(rewards, group_size=G, eps=2**-13))
 
 
 @PROPERTY
@@ -120,7 +122,7 @@ def test_grpo_is_scale_invariant_up_to_eps(batch, scale):
     # 20·2⁻⁵² and is divided by σ ≥ 1/64/√6 where it is not 0: below 1e-11.
     rewards, G = batch
     std = rewards.view(-1, G).std(dim=1).repeat_interleave(G)
-    before, after = grpo(rewards, G), grpo(scale * rewards, G)
+    before, after = grpo(rewards, group_size=G), grpo(scale * rewards, group_size=G)
     bound = torch.where(std > 0, before.abs() * 1e-4 / std + 1e-11, 0.0)  # equal rewards stay exactly 0
     assert ((after - before).abs() <= bound).all()
 
@@ -135,7 +137,7 @@ def test_shuffled_ids_agree_with_blocks(estimator, batch, data):
     ids = names[torch.arange(len(rewards)) // G]
     # Sums of rewards are exact. Only grpo's Σd² depends on the order: ≤ 6 additions, 1.1e-16 each, halved by the root.
     rtol = 1e-15 if estimator is grpo else 0
-    expected = estimator(rewards, G)[order]
+    expected = estimator(rewards, group_size=G)[order]
     torch.testing.assert_close(estimator(rewards[order], ids[order]), expected, rtol=rtol, atol=0)
 
 
@@ -144,12 +146,16 @@ def test_shuffled_ids_agree_with_blocks(estimator, batch, data):
 def test_rloo_is_a_multiple_of_dr_grpo_and_leaves_one_out(batch):
     rewards, G = batch
     # One factor, rounded once in either order of the operations: 2 ulp.
-    torch.testing.assert_close(rloo(rewards, G), dr_grpo(rewards, G) * G / (G - 1), rtol=4.5e-16, atol=0)
+    torch.testing.assert_close(
+        rloo(rewards, group_size=G), dr_grpo(rewards, group_size=G) * G / (G - 1), rtol=4.5e-16, atol=0
+    )
     r = [Fraction(x) for x in rewards.tolist()]
     start = [i - i % G for i in range(len(r))]
     leave_one_out = [float(x - (sum(r[s : s + G]) - x) / (G - 1)) for x, s in zip(r, start, strict=True)]
     # Numbers ≤ 20 are rounded in mean, difference and factor, and the factor is ≤ 2: ≤ 2·4·20·1.1e-16.
-    torch.testing.assert_close(rloo(rewards, G), torch.tensor(leave_one_out, dtype=F64), rtol=0, atol=1.8e-14)
+    torch.testing.assert_close(
+        rloo(rewards, group_size=G), torch.tensor(leave_one_out, dtype=F64), rtol=0, atol=1.8e-14
+    )
 
 
 @PROPERTY
@@ -157,7 +163,7 @@ def test_rloo_is_a_multiple_of_dr_grpo_and_leaves_one_out(batch):
 def test_deviations_sum_to_zero_in_every_group(batch):
     rewards, G = batch
     # G ≤ 6 deviations ≤ 20 carry one rounding each of the mean and of the difference: 6·2·20·1.1e-16.
-    assert dr_grpo(rewards, G).view(-1, G).sum(dim=1).abs().max() <= 2.7e-14
+    assert dr_grpo(rewards, group_size=G).view(-1, G).sum(dim=1).abs().max() <= 2.7e-14
 
 
 @pytest.mark.parametrize("estimator", [*GROUP_ESTIMATORS, baseline_of_one_token])
@@ -166,13 +172,13 @@ def test_deviations_sum_to_zero_in_every_group(batch):
 @given(reward=st.floats(-1e6, 1e6), G=st.integers(2, 11))
 def test_equal_rewards_give_exactly_zero(estimator, dtype, reward, G):
     rewards = torch.full((2 * G,), reward, dtype=dtype)
-    assert torch.equal(estimator(rewards, G), torch.zeros(2 * G, dtype=dtype))
+    assert torch.equal(estimator(rewards, group_size=G), torch.zeros(2 * G, dtype=dtype))
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_an_equal_group_beside_a_mixed_one(estimator):
     # 0.1 + 0.1 + 0.1 is not 3·0.1 in float64: a plain mean leaves 1e-17, which grpo divides by eps.
-    advantages = estimator(torch.tensor([0.1, 0.1, 0.1, 0, 0, 1], dtype=F64), 3)
+    advantages = estimator(torch.tensor([0.1, 0.1, 0.1, 0, 0, 1], dtype=F64), group_size=3)
     assert torch.equal(advantages[:3], torch.zeros(3, dtype=F64))
     assert advantages[5] > 0 > advantages[3]
 
@@ -184,21 +190,24 @@ def test_an_equal_group_beside_a_mixed_one(estimator):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.uint8])
 def test_other_dtypes_are_computed_in_float32(estimator, dtype):
     rewards = torch.tensor([1, 2, 4, 9, 3, 3], dtype=dtype)
-    result = estimator(rewards, 3)
+    result = estimator(rewards, group_size=3)
     assert result.dtype == torch.float32
-    assert torch.equal(result, estimator(rewards.float(), 3))
+    assert torch.equal(result, estimator(rewards.float(), group_size=3))
 
 
 @pytest.mark.parametrize("estimator", [*GROUP_ESTIMATORS, baseline_of_one_token])
 def test_bool_rewards_are_zero_and_one(estimator):
-    assert torch.equal(estimator(torch.tensor([True, False, False]), 3), estimator(torch.tensor([1.0, 0.0, 0.0]), 3))
+    assert torch.equal(
+        estimator(torch.tensor([True, False, False]), group_size=3),
+        estimator(torch.tensor([1.0, 0.0, 0.0]), group_size=3),
+    )
 
 
 @pytest.mark.parametrize("estimator", [*GROUP_ESTIMATORS, baseline_of_one_token])
 def test_float64_is_computed_in_float64(estimator):
     rewards = torch.tensor([1.0, 1.0 + 2**-40], dtype=F64)  # equal in float32
-    assert estimator(rewards, 2).dtype == F64
-    assert estimator(rewards, 2)[1] > 0
+    assert estimator(rewards, group_size=2).dtype == F64
+    assert estimator(rewards, group_size=2)[1] > 0
 
 
 @pytest.mark.parametrize("ids", [torch.int8, torch.int32, torch.int64, torch.uint8])
@@ -210,7 +219,7 @@ def test_any_integer_dtype_of_ids(ids):
 @pytest.mark.parametrize("estimator", [*GROUP_ESTIMATORS, baseline_of_one_token])
 def test_advantages_carry_no_gradient_and_leave_the_rewards_alone(estimator):
     rewards = torch.tensor([1.0, 2.0, 4.0, 0.0], requires_grad=True)
-    advantages = estimator(rewards, 2)
+    advantages = estimator(rewards, group_size=2)
     assert not advantages.requires_grad
     advantages += 1
     assert rewards.tolist() == [1, 2, 4, 0]
@@ -218,5 +227,5 @@ def test_advantages_carry_no_gradient_and_leave_the_rewards_alone(estimator):
 
 def test_float64_takes_what_overflows_float32():
     # deviations ±1e30; variance 2e60; ±1e30/√2e60 = ±√½. Five roundings of 1.1e-16.
-    result = grpo(torch.tensor([1e30, -1e30], dtype=F64), 2)
+    result = grpo(torch.tensor([1e30, -1e30], dtype=F64), group_size=2)
     torch.testing.assert_close(result, torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=F64), rtol=6e-16, atol=0)

@@ -186,7 +186,7 @@ TOKEN_ESTIMATORS = {
     "whiten": lambda r, v, m: whiten(r, m),
     # two samples per prompt with the same mask; the reward of sample i is i, so that the deviations are ±½
     "reinforce_pp_baseline": lambda r, v, m: reinforce_pp_baseline(
-        torch.arange(2 * len(m), dtype=F64), 2, m.repeat_interleave(2, dim=0)
+        torch.arange(2 * len(m), dtype=F64), m.repeat_interleave(2, dim=0), group_size=2
     )[::2],
 }
 

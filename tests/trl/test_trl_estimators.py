@@ -190,7 +190,7 @@ def expected(estimator: str, rewards: Tensor, group_size: int, mask: Tensor) -> 
         per_token[torch.arange(len(mask)), mask.sum(1) - 1] = rewards
         return advantages.reinforce_pp(per_token, mask)
     if estimator == "reinforce_pp_baseline":
-        return advantages.reinforce_pp_baseline(rewards, group_size, mask)
+        return advantages.reinforce_pp_baseline(rewards, mask, group_size=group_size)
     return {"dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo}[estimator](rewards, group_size)
 
 
@@ -348,5 +348,5 @@ def test_the_rewards_of_every_rollout_are_its_own(tmp_path: Path) -> None:
     run = trainer(tmp_path, **early(advantage_estimator="dr_grpo", reward_funcs=rewards.lower))
     for _ in range(2):
         output = generated(run)
-        assert torch.equal(output["advantages"], advantages.dr_grpo(rewards.last("lower"), 4))
+        assert torch.equal(output["advantages"], advantages.dr_grpo(rewards.last("lower"), group_size=4))
     assert rewards.given["lower"][0] != rewards.given["lower"][1]

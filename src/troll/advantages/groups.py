@@ -1,9 +1,9 @@
-"""Samples of the same prompt form a group, and the group is the baseline: A = r − mean_G r, up to a scale.
+"""Groups of samples with the same prompt. The group mean of the rewards is the baseline: A = r − mean_G r, up to a scale.
 
-A batch of B samples is grouped in one of two ways, and both come out as the same pair (group_of [B], sizes [N]):
+A batch of B samples is grouped in one of two ways:
 
-- ``groups`` an int G: consecutive blocks of G samples, TRL's layout;
-- ``groups`` an integer tensor [B] of group ids: any order, any sizes ≥ 2, verl's ``uid``.
+- ``group_size`` G: consecutive blocks of G samples, TRL's layout;
+- ``groups``, an integer tensor [B] of group ids: any order, any sizes ≥ 2, verl's ``uid``.
 """
 
 from __future__ import annotations
@@ -26,25 +26,20 @@ class Grouping(NamedTuple):
     sizes: Tensor  # [N], each ≥ 2
 
 
-def group_samples(groups: int | Tensor, rewards: Tensor) -> Grouping:
-    """Return the grouping of ``rewards`` [B] that ``groups`` describes; refuse groups of a single sample."""
-    B = rewards.shape[0]
-    if isinstance(groups, Tensor):
-        _require_ids(groups, rewards)
-        ids, group_of, sizes = torch.unique(groups.long(), return_inverse=True, return_counts=True)
-    elif isinstance(groups, int) and not isinstance(groups, bool):
-        if groups < 1 or B % groups != 0:
-            raise InputError(
-                f"Got groups={groups} with B={B} rewards, expected a group size ≥ 2 that divides B",
-                "Try a tensor [B] of group ids if the groups are of unequal size",
-            )
-        ids = torch.arange(B // groups, device=rewards.device)
-        group_of, sizes = ids.repeat_interleave(groups), torch.full_like(ids, groups)
-    else:
+def group_samples(groups: Tensor | None, group_size: int | None, rewards: Tensor) -> Grouping:
+    """Return the grouping of ``rewards`` [B] by ids or by size; refuse groups of a single sample."""
+    if (groups is None) == (group_size is None):
         raise InputError(
-            f"Got groups of type {type(groups).__name__}"
-            ", expected an int, the group size, or an integer tensor [B] of group ids",
-            "Try for string ids: torch.as_tensor(numpy.unique(uid, return_inverse=True)[1])",
+            f"Exactly one of groups and group_size is required, got {'neither' if groups is None else 'both'}",
+            "Pass group_size=G for consecutive blocks of G samples, or groups=ids, an integer tensor [B]",
+        )
+    if group_size is not None:
+        _require_size(group_size, rewards)
+        ids = torch.arange(len(rewards) // group_size, device=rewards.device)
+        group_of, sizes = ids.repeat_interleave(group_size), torch.full_like(ids, group_size)
+    else:
+        ids, group_of, sizes = torch.unique(
+            _require_ids(groups, rewards).long(), return_inverse=True, return_counts=True
         )
     _require_two_each(ids, group_of, sizes)
     return Grouping(group_of, sizes)
@@ -70,16 +65,36 @@ def group_deviation(rewards: Tensor, grouping: Grouping) -> Tensor:
     return above - (group_sum(above, grouping) / sizes)[group_of]
 
 
-def _require_ids(groups: Tensor, rewards: Tensor) -> None:
+def _require_size(group_size: object, rewards: Tensor) -> None:
+    B = len(rewards)
+    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 1 or B % group_size != 0:
+        raise InputError(
+            f"group_size must be an integer ≥ 2 that divides the number of rewards, {B}; got {group_size!r}",
+            "If the groups have different sizes, pass groups=ids, an integer tensor [B]",
+        )
+
+
+def _require_ids(groups: object, rewards: Tensor) -> Tensor:
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        raise InputError(
+            f"groups must be a tensor of group ids, got the int {groups}",
+            f"If every group has {groups} consecutive samples, pass group_size={groups}",
+        )
+    if not isinstance(groups, Tensor):
+        raise InputError(
+            f"groups must be an integer tensor [B] of group ids, got {type(groups).__name__}",
+            "Convert other ids with torch.as_tensor(numpy.unique(ids, return_inverse=True)[1])",
+        )
     if groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:
-        raise InputError(f"Got groups of dtype {groups.dtype}, expected integer group ids", "Try groups.long()")
+        raise InputError(f"groups must contain integer ids, got {groups.dtype}", "Convert them with groups.long()")
     if groups.shape != rewards.shape:
         raise InputError(
-            f"Got groups of shape {tuple(groups.shape)} with rewards of shape {tuple(rewards.shape)}"
-            ", expected one group id per reward, [B]",
-            "Try an int if the groups are consecutive blocks of one size",
+            f"groups must have one id per reward, got shape {tuple(groups.shape)} for rewards of shape "
+            f"{tuple(rewards.shape)}",
+            "If the groups are consecutive blocks of G samples, pass group_size=G",
         )
     require_same_device("rewards", rewards, "groups", groups)
+    return groups
 
 
 def _require_two_each(ids: Tensor, group_of: Tensor, sizes: Tensor) -> None:
@@ -87,8 +102,7 @@ def _require_two_each(ids: Tensor, group_of: Tensor, sizes: Tensor) -> None:
     if single.any():
         n = int(single.nonzero()[0])
         raise InputError(
-            f"Got group {int(ids[n])} with a single sample, rewards[{int((group_of == n).nonzero()[0])}]"
-            f" ({int(single.sum())} such groups)"
-            ", expected at least 2 samples in every group: one sample has no baseline",
-            "Try at least 2 samples per prompt, or reinforce_pp, which needs no groups",
+            f"Group {int(ids[n])} has a single sample, rewards[{int((group_of == n).nonzero()[0])}], and so no baseline"
+            f" (groups of one sample: {int(single.sum())} of {len(sizes)})",
+            "Sample at least 2 completions per prompt, or use reinforce_pp, which needs no groups",
         )

@@ -1,13 +1,14 @@
-"""What the estimators accept, checked in one place.
+"""Input checks of the advantage estimators.
 
-The problem: an advantage is a constant of the loss, so a bad reward makes no noise. One infinite reward makes the
-standard deviation of its group infinite and every advantage of the group 0 or NaN; a NaN on a padding token spreads
-through every sum it enters (0·NaN = NaN). Here, on the way in,
+A bad reward would otherwise go unnoticed. One infinite reward makes the standard deviation of its group infinite and
+every advantage of the group 0 or NaN; a NaN on a padding token spreads through every sum it enters (0·NaN = NaN).
+Therefore
 
-- tensors become detached float32, or stay float64: no advantage carries a gradient or is computed in half precision;
+- tensors are detached and converted to float32, or stay float64: no advantage carries a gradient or is computed in half
+  precision;
 - entries that count must be finite; entries under the mask are set to 0 and never read.
 
-Every refusal is an :class:`troll.errors.InputError`.
+Invalid input raises :class:`troll.errors.InputError`.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def as_mask(loss_mask: Tensor) -> Tensor:
     if other.any():
         at = other.nonzero()[0].tolist()
         raise InputError(
-            f"Got loss_mask{at} = {loss_mask[tuple(at)].item()}, expected only 0 and 1, or bool",
-            "Try loss_mask != 0, if that is what you mean",
+            f"loss_mask must contain only 0 and 1, got loss_mask{at} = {loss_mask[tuple(at)].item()}",
+            "If every non-zero entry counts, pass loss_mask != 0",
         )
     return mask
 
@@ -67,9 +68,8 @@ def as_token_floats(name: str, x: Tensor, mask: Tensor) -> Tensor:
     require_same_device(name, floats, "loss_mask", mask)
     if floats.shape != mask.shape:
         raise InputError(
-            f"Got {name} of shape {tuple(floats.shape)} with loss_mask of shape {tuple(mask.shape)}"
-            ", expected the same [B, T] for both",
-            "Try cut both to the completion tokens, without the prompt",
+            f"{name} and loss_mask must have the same shape [B, T], got {tuple(floats.shape)} and {tuple(mask.shape)}",
+            "Cut both to the completion tokens, without the prompt",
         )
     _require_counted_finite(name, floats, mask)
     return floats.masked_fill(~mask, 0.0)
@@ -79,21 +79,21 @@ def require_same_device(name: str, x: Tensor, other_name: str, other: Tensor) ->
     """Refuse two tensors on different devices."""
     if x.device != other.device:
         raise InputError(
-            f"Got {name} on {x.device} with {other_name} on {other.device}, expected both on one device",
-            f"Try {other_name}.to({name}.device)",
+            f"{name} and {other_name} must be on the same device, got {x.device} and {other.device}",
+            f"Pass {other_name}.to({name}.device)",
         )
 
 
 def require_between(name: str, value: float, low: float, high: float) -> None:
     """Refuse a ``value`` that is not a number in [low, high]."""
     if not (isinstance(value, Real) and low <= value <= high):
-        raise InputError(f"Got {name}={value!r}, expected a number in [{low}, {high}]", f"Try {name}=1.0, the default")
+        raise InputError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", "The default is 1.0")
 
 
 def require_eps(eps: float, default: float) -> None:
     """Refuse an ``eps`` that is not a finite number > 0: with 0, equal rewards would give 0/0."""
     if not (isinstance(eps, Real) and 0 < eps < math.inf):
-        raise InputError(f"Got eps={eps!r}, expected a finite number > 0", f"Try eps={default}, the default")
+        raise InputError(f"eps must be a finite number > 0, got {eps!r}", f"The default is {default}")
 
 
 def require_finite(what: str, x: Tensor) -> Tensor:
@@ -101,9 +101,8 @@ def require_finite(what: str, x: Tensor) -> Tensor:
     if not x.isfinite().all():
         limit = torch.finfo(x.dtype).max
         raise InputError(
-            f"Got finite numbers whose {what} overflows {x.dtype}"
-            f", expected numbers whose sums and squares stay below {limit:.1e}",
-            "Try rescale the rewards, or pass them as float64",
+            f"The {what} overflows {x.dtype}, whose largest number is {limit:.1e}",
+            "Rescale the rewards, or pass them as float64",
         )
     return x
 
@@ -111,23 +110,20 @@ def require_finite(what: str, x: Tensor) -> Tensor:
 def _require_tensor(name: str, x: Tensor, shape: str) -> None:
     if not isinstance(x, Tensor):
         raise InputError(
-            f"Got {name} of type {type(x).__name__}, expected a torch tensor {shape}", f"Try torch.as_tensor({name})"
+            f"{name} must be a torch tensor {shape}, got {type(x).__name__}", f"Pass torch.as_tensor({name})"
         )
     if x.ndim != shape.count(",") + 1:
         raise InputError(
-            f"Got {name} of shape {tuple(x.shape)}, expected shape {shape}", "Try B samples, T completion tokens"
+            f"{name} must have shape {shape}, got {tuple(x.shape)}",
+            "B is the number of samples, T the number of completion tokens",
         )
     if x.numel() == 0:
-        raise InputError(
-            f"Got {name} of shape {tuple(x.shape)}, expected a non-empty {shape}", "Try leave an empty batch out"
-        )
+        raise InputError(f"{name} must not be empty, got shape {tuple(x.shape)}", "Leave empty batches out")
 
 
 def _require_real(name: str, x: Tensor) -> None:
     if x.is_complex():
-        raise InputError(
-            f"Got {name} of dtype {x.dtype}, expected bool, integer or floating numbers", f"Try {name}.real"
-        )
+        raise InputError(f"{name} must contain real numbers, got {x.dtype}", f"Pass {name}.real")
 
 
 def _require_counted_finite(name: str, x: Tensor, counted: Tensor) -> None:
@@ -135,7 +131,7 @@ def _require_counted_finite(name: str, x: Tensor, counted: Tensor) -> None:
     if bad.any():
         at = bad.nonzero()[0].tolist()
         raise InputError(
-            f"Got {name}{at} = {x[tuple(at)].item()} ({int(bad.sum())} such entries)"
-            ", expected a finite number wherever it counts",
-            "Try look at what produced this entry; a sample without a reward is left out with its group, or masked",
+            f"{name} must be finite where they count, got {name}{at} = {x[tuple(at)].item()}"
+            f" (entries that are not finite: {int(bad.sum())})",
+            "Check what produced this entry; leave out a group that has a sample without a reward, or mask the sample",
         )

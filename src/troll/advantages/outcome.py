@@ -1,7 +1,8 @@
-"""One reward per sample, several samples per prompt: how much better than its group was each sample?
+"""Advantages from one reward per sample and several samples per prompt.
 
-All four estimators start from the deviation dᵢ = rᵢ − mean_G r and differ in its scale. ``groups`` is an int G
-(consecutive blocks of G samples) or an integer tensor [B] of group ids; a group needs two samples to have a baseline.
+All four estimators start from the deviation dᵢ = rᵢ − mean_G r and differ in its scale. The groups are given as exactly
+one of ``groups``, an integer tensor [B] of ids, and ``group_size``, for consecutive blocks of equal size. Every group
+needs at least two samples.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["dr_grpo", "grpo", "reinforce_pp_baseline", "rloo"]
 
 
-def grpo(rewards: Tensor, groups: int | Tensor, eps: float = 1e-4) -> Tensor:
+def grpo(rewards: Tensor, groups: Tensor | None = None, *, group_size: int | None = None, eps: float = 1e-4) -> Tensor:
     """Return Aᵢ = (rᵢ − mean_G r) / (std_G r + eps), GRPO (arXiv 2402.03300).
 
     The standard deviation is the unbiased one, 1/(G−1), as in TRL and verl. A group of equal rewards gives exactly 0.
@@ -27,7 +28,8 @@ def grpo(rewards: Tensor, groups: int | Tensor, eps: float = 1e-4) -> Tensor:
 
     Args:
         rewards: [B] finite rewards.
-        groups: group size G, or group ids [B].
+        groups: [B] integer group ids.
+        group_size: G, for consecutive blocks of G samples.
         eps: added to the standard deviation; 1e-4 in TRL, 1e-6 in verl.
 
     Returns:
@@ -35,7 +37,7 @@ def grpo(rewards: Tensor, groups: int | Tensor, eps: float = 1e-4) -> Tensor:
     """
     require_eps(eps, 1e-4)
     r = as_rewards(rewards)
-    grouping = group_samples(groups, r)
+    grouping = group_samples(groups, group_size, r)
     deviation = group_deviation(r, grouping)  # [B]
     variance = group_sum(deviation.square(), grouping) / (grouping.sizes - 1)  # [N]
     # An overflow would be silent: σ = ∞ makes every advantage of the group 0.
@@ -43,21 +45,22 @@ def grpo(rewards: Tensor, groups: int | Tensor, eps: float = 1e-4) -> Tensor:
     return deviation / (std[grouping.group_of] + eps)
 
 
-def dr_grpo(rewards: Tensor, groups: int | Tensor) -> Tensor:
+def dr_grpo(rewards: Tensor, groups: Tensor | None = None, *, group_size: int | None = None) -> Tensor:
     """Return Aᵢ = rᵢ − mean_G r, Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation.
 
     Args:
         rewards: [B] finite rewards.
-        groups: group size G, or group ids [B].
+        groups: [B] integer group ids.
+        group_size: G, for consecutive blocks of G samples.
 
     Returns:
         [B] a detached constant in float32 (float64 if ``rewards`` is).
     """
     r = as_rewards(rewards)
-    return require_finite("group mean", group_deviation(r, group_samples(groups, r)))
+    return require_finite("group mean", group_deviation(r, group_samples(groups, group_size, r)))
 
 
-def rloo(rewards: Tensor, groups: int | Tensor) -> Tensor:
+def rloo(rewards: Tensor, groups: Tensor | None = None, *, group_size: int | None = None) -> Tensor:
     """Return Aᵢ = rᵢ − mean_{j∈G, j≠i} rⱼ, REINFORCE leave-one-out (arXiv 2402.14740).
 
     Since Σ_{j≠i} rⱼ = G·mean_G r − rᵢ, this is G/(G−1) · (rᵢ − mean_G r), which is how it is computed. The baseline
@@ -65,26 +68,30 @@ def rloo(rewards: Tensor, groups: int | Tensor) -> Tensor:
 
     Args:
         rewards: [B] finite rewards.
-        groups: group size G, or group ids [B].
+        groups: [B] integer group ids.
+        group_size: G, for consecutive blocks of G samples.
 
     Returns:
         [B] a detached constant in float32 (float64 if ``rewards`` is).
     """
     r = as_rewards(rewards)
-    grouping = group_samples(groups, r)
+    grouping = group_samples(groups, group_size, r)
     factor = (grouping.sizes / (grouping.sizes - 1).to(r.dtype))[grouping.group_of]  # [B]
     return require_finite("group mean", factor * group_deviation(r, grouping))
 
 
-def reinforce_pp_baseline(rewards: Tensor, groups: int | Tensor, loss_mask: Tensor) -> Tensor:
+def reinforce_pp_baseline(
+    rewards: Tensor, loss_mask: Tensor, groups: Tensor | None = None, *, group_size: int | None = None
+) -> Tensor:
     """Return rᵢ − mean_G r on every counted token of sample i, whitened over the batch (arXiv 2501.03262).
 
     Whitening is :func:`troll.advantages.whiten` over tokens: a long completion enters μ and σ once per token.
 
     Args:
         rewards: [B] finite rewards.
-        groups: group size G, or group ids [B].
         loss_mask: [B, T] 1 where a token counts.
+        groups: [B] integer group ids.
+        group_size: G, for consecutive blocks of G samples.
 
     Returns:
         [B, T] a detached constant in float32 (float64 if ``rewards`` is), 0 outside the mask.
@@ -93,9 +100,8 @@ def reinforce_pp_baseline(rewards: Tensor, groups: int | Tensor, loss_mask: Tens
     mask = as_mask(loss_mask)
     if mask.shape[0] != r.shape[0]:
         raise InputError(
-            f"Got loss_mask of shape {tuple(mask.shape)} with rewards of shape {tuple(r.shape)}"
-            ", expected one row [T] of loss_mask per reward",
-            "Try rewards and completions in the same order, one each",
+            f"loss_mask must have one row per reward, got shape {tuple(mask.shape)} for {len(r)} rewards",
+            "Pass the rewards and the completions in the same order, one reward per completion",
         )
-    deviation = require_finite("group mean", group_deviation(r, group_samples(groups, r)))
+    deviation = require_finite("group mean", group_deviation(r, group_samples(groups, group_size, r)))
     return whiten(deviation[:, None].expand(mask.shape), mask)

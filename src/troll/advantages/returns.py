@@ -1,4 +1,4 @@
-"""Rewards per token: what followed each token, less what a critic expected?
+"""Advantages from rewards per token, with or without a critic.
 
 A completion of several turns contains tokens the policy did not write, such as tool outputs; ``loss_mask`` has holes
 there. Time is the sequence of *counted* tokens: t+1 below is the next counted token, however many masked ones lie
@@ -6,7 +6,7 @@ between. A masked token receives nothing, passes everything on undiscounted, and
 reward for a tool's result belongs on a counted token.
 
 ``whiten`` brings all counted entries of a batch to mean 0 and variance 1. Its statistics are taken over the counted
-entries alone, gathered in order: columns of padding, whatever they contain, change no bit of the result.
+entries alone, gathered in order: padding does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ def whiten(values: Tensor, loss_mask: Tensor, eps: float = 1e-8) -> Tensor:
     counted = x[mask]  # [n]
     n = counted.numel()
     if n < 2:
-        raise InputError(
-            f"Got loss_mask with {n} counted tokens, expected at least 2: one has no variance", "Try a larger batch"
-        )
+        raise InputError(f"whitening needs at least 2 counted tokens, and loss_mask counts {n}", "Use a larger batch")
     above = counted - counted.min()  # the deviations are the same, and equal entries are exactly 0
     deviation = above - above.sum() / n
     variance = require_finite("variance", deviation.square().sum() / (n - 1))

@@ -36,7 +36,7 @@ def estimate(estimator: Estimator, rewards: Tensor, group_size: int, loss_mask: 
     if estimator == "reinforce_pp_baseline":
         result = torch.zeros_like(loss_mask, dtype=rewards.dtype)
         if int(loss_mask[usable].sum()) > 1:
-            result[usable] = advantages.reinforce_pp_baseline(rewards[usable], group[usable], loss_mask[usable])
+            result[usable] = advantages.reinforce_pp_baseline(rewards[usable], loss_mask[usable], group[usable])
         return result
     per_sample = {"dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo}[estimator]
     result = torch.zeros_like(rewards)
