@@ -972,7 +972,7 @@ def test_an_old_policy_over_another_vocabulary_is_refused() -> None:
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": INF}, "temperature=inf"),
-        ({"on_invalid": "drop"}, "on_invalid='drop'"),
+        ({"on_invalid": "drop"}, "on_invalid must be 'raise' or 'mask', got 'drop'"),
         ({"loss_mask": torch.ones(N - 1)}, f"loss_mask [{N - 1}] for positions [{N}]"),
         ({"loss_mask": torch.ones(N, 1)}, f"loss_mask [{N}, 1] for positions [{N}]"),
     ],

@@ -1,4 +1,4 @@
-"""Groups of samples with the same prompt. The group mean of the rewards is the baseline: A = r − mean_G r, up to a scale.
+"""Groups of samples with the same prompt. The mean reward of a group is the baseline: A = r − mean_G r, up to a scale.
 
 A batch of B samples is grouped in one of two ways:
 
