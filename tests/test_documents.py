@@ -23,6 +23,7 @@ from troll.lab.report.rules import RULES, RuleMonitor, history, learning
 from troll.lab.report.rules import health as upkeep
 from troll.lab.report.rules import trust_region as region
 from troll.lab.runs import Run
+from troll.objective.metrics import IMPORTANT, REDUCTIONS
 from troll.policy import align, head_gradients
 from troll.policy.matmul import _TILE_BYTES, TiledMatmul
 from troll.policy.scoring import KERNEL_SUPPORT
@@ -173,6 +174,16 @@ def test_every_metric_is_explained_and_nothing_else() -> None:
     assert returned == explained
 
 
+def test_the_page_of_metrics_begins_with_the_important_ones_and_names_every_reduction() -> None:
+    summary, _, rest = METRICS.partition("## How a metric is reduced")
+    assert tuple(re.findall(r"^\| `(\S+)` \|", summary, flags=re.MULTILINE)) == IMPORTANT
+    reductions = rest.partition("## Metrics of the losses")[0]
+    for word, kind in (("minimum", "min"), ("sum", "sum")):
+        row = re.findall(rf"^\| {word} \| (.*?) \|", reductions, flags=re.MULTILINE)[0]
+        listed = {name.removeprefix("troll/") for name in re.findall(r"`([^`]+)`", row)}
+        assert listed == {name for name, how in REDUCTIONS.items() if how == kind}
+
+
 KERNELS = (ROOT / "docs" / "kernels.md").read_text()
 
 
@@ -195,7 +206,7 @@ def test_the_constants_on_the_kernel_page(monkeypatch: pytest.MonkeyPatch) -> No
     assert (head_gradients.BUDGET, _TILE_BYTES) == ({"cpu": 2**29, "other": 2**32}, {"cpu": 2**26, "other": 2**29})
     for said in (
         f"at most {KERNEL_SUPPORT} tokens per position",
-        "4 GiB unless you say otherwise, ½ GiB on a CPU",
+        "default 4 GiB, ½ GiB on a CPU",
         "The tile takes 512 MiB (64 MiB on a CPU)",
         f"those of at least {head_gradients._FEWEST_ROWS} tokens",
         f"{choose('auto', torch.device('cpu'))}",
