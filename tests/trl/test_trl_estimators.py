@@ -191,7 +191,7 @@ def expected(estimator: str, rewards: Tensor, group_size: int, mask: Tensor) -> 
         return advantages.reinforce_pp(per_token, mask)
     if estimator == "reinforce_pp_baseline":
         return advantages.reinforce_pp_baseline(rewards, mask, group_size=group_size)
-    return {"dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo}[estimator](rewards, group_size)
+    return {"dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo}[estimator](rewards, group_size=group_size)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -328,7 +328,7 @@ def test_an_infinite_reward_stops_the_training_and_says_whose_it_is(tmp_path: Pa
         return [0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, *[0.0] * (len(completions) - 6)]
 
     run = trainer(tmp_path, advantage_estimator=estimator, reward_funcs=[lower_case, broken_reward])
-    with pytest.raises(InputError, match="reward -inf from 'broken_reward' for completion 5"):
+    with pytest.raises(InputError, match="'broken_reward' returned -inf for completion 5"):
         run.train()
 
 
