@@ -119,7 +119,7 @@ def test_what_is_refused():
     with pytest.raises(InputError, match="loss_mask"):
         solver_conditioning(proposal, old, mask[:1])
     for bound in (-1.0, torch.full(mask.shape, -1.0)):
-        with pytest.raises(InputError, match="kl_bound=-1"):
+        with pytest.raises(InputError, match="kl_bound must be a number ≥ 0, got -1"):
             solver_conditioning(proposal, old, mask, kl_bound=bound)
     with pytest.raises(InputError, match="kl_bound"):
         solver_conditioning(proposal, old, mask, kl_bound=torch.ones(7))

@@ -216,7 +216,7 @@ def test_what_is_refused():
         compare_gradients(proposal, old, advantages, mask[:1])
     with pytest.raises(InputError, match="advantages"):
         compare_gradients(proposal, old, advantages[:1], mask)
-    with pytest.raises(InputError, match="kl_bound=-1"):
+    with pytest.raises(InputError, match="kl_bound must be a number ≥ 0, got -1"):
         compare_gradients(proposal, old, advantages, mask, kl_bound=-1.0)
     with pytest.raises(InputError, match="clip_low"):
         compare_gradients(proposal, old, advantages, mask, clip_low=-1.0)

@@ -169,7 +169,7 @@ def test_the_bucket_is_smaller():
         (lambda kl, mask: by_position(kl, mask, starts=(1, 2)), "ascending places from 0"),
         (lambda kl, mask: by_position(kl, mask, starts=()), "ascending places from 0"),
         (lambda kl, mask: by_position(kl, mask, starts=(0, 4, 4)), "ascending places from 0"),
-        (lambda kl, mask: by_position(kl, mask, kl_bound=-1.0), "kl_bound=-1"),
+        (lambda kl, mask: by_position(kl, mask, kl_bound=-1.0), "kl_bound must be a number ≥ 0, got -1"),
         (lambda kl, mask: by_position(kl, mask, kl_bound=torch.ones(3, 3)), r"kl_bound \[3, 3\]"),
         (lambda kl, mask: by_class(kl, mask, mask.double(), ["a", "b"]), "one integer per token"),
         (lambda kl, mask: by_class(kl, mask, mask[:1].long(), ["a", "b"]), "one integer per token"),

@@ -254,7 +254,7 @@ def test_the_state_of_another_kind_is_refused():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: FixedBound(-1.0), "kl_bound=-1"),
+        (lambda: FixedBound(-1.0), "kl_bound must be a number ≥ 0, got -1"),
         (lambda: ScheduledBound(0.1, 0.01, 0), "over 0 rollouts"),
         (lambda: ScheduledBound(0.1, 0.0, 5), "end=0"),
         (lambda: ScheduledBound(math.inf, 0.1, 5, "linear"), "from inf"),

@@ -288,7 +288,7 @@ def test_one_number_for_all_tokens_asks_for_nothing():
         (lambda: EntropyBound(0.05, highest=math.nan), "highest=nan"),
         (lambda: SequenceBound(0.0), "limit=0"),
         (lambda: SequenceBound(math.inf), "limit=inf"),
-        (lambda: SequenceBound(1.0, -0.1), "kl_bound=-0.1"),
+        (lambda: SequenceBound(1.0, -0.1), "kl_bound must be a number ≥ 0, got -0.1"),
         (lambda: SequenceBound(1.0, max_length=0), "max_length=0"),
     ],
 )
