@@ -87,10 +87,19 @@ def test_no_public_function_is_missing_above(package: Any) -> None:
     assert with_default - {resolve} <= {*BY_PRESET, *BY_CONSTANT}
 
 
-@pytest.mark.parametrize("settings", [FixedBound, TROLLConfig], ids=lambda settings: settings.__name__)
-def test_of_settings(settings: type) -> None:
-    (default,) = [field.default for field in dataclasses.fields(settings) if field.name == "kl_bound"]
+def test_of_a_fixed_bound() -> None:
+    (default,) = [field.default for field in dataclasses.fields(FixedBound) if field.name == "kl_bound"]
     assert default is KL_BOUND
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_of_TROLLConfig(preset: str, tmp_path: Path) -> None:
+    """No number of its own: the preset fills in what is not given."""
+    chosen = TROLLConfig(str(tmp_path), preset=preset, use_cpu=True, bf16=False)
+    for field in dataclasses.fields(PRESETS[preset]):
+        (default,) = [x.default for x in dataclasses.fields(TROLLConfig) if x.name == field.name]
+        assert default is None
+        assert getattr(chosen, field.name) == getattr(PRESETS[preset], field.name)
 
 
 def test_of_verl() -> None:

@@ -231,7 +231,7 @@ def test_strided_policies() -> None:
         for p in pair
     ]
     assert not wide[0].log_probs.is_contiguous()
-    result = constrain(*wide, 0.05, impl="triton", max_lost_mass=1.0)
+    result = constrain(*wide, 0.05, tail="floor", impl="triton", max_lost_mass=1.0)
     assert torch.equal(result.log_ratio, constrain(*pair, 0.05, impl="triton", max_lost_mass=1.0).log_ratio)
 
 
@@ -396,7 +396,7 @@ def test_what_is_refused_is_refused_in_the_same_words(name: str) -> None:
 
 def test_lost_mass_that_is_not_counted_is_no_reason() -> None:
     new, old = by_hand([([3, 1], [0.5, 0.5])] * 2), by_hand([([3, 2], [0.5, 0.5]), ([3, 1], [0.5, 0.5])])
-    step = constrain(new, old, 0.05, torch.tensor([False, True]), max_lost_mass=0.0, impl="triton")
+    step = constrain(new, old, 0.05, torch.tensor([False, True]), tail="floor", max_lost_mass=0.0, impl="triton")
     assert step.projection.lost_mass.tolist() == pytest.approx([0.5, 0.0])
 
 
@@ -416,7 +416,7 @@ class Transfers(TorchDispatchMode):
 def test_the_device_is_asked_once(tail: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be wrong is one check; nothing else is brought from the device."""
     pair, asked = policies(tail, 3), []
-    monkeypatch.setattr("troll.deferred.resolve", lambda checks: asked.append(len(checks)))
+    monkeypatch.setattr("troll.deferred.run_checks", lambda checks: asked.append(len(checks)))
     with Transfers() as transfers:
         constrain(*pair, torch.full((3,), 0.05), tail=tail, impl="triton", max_lost_mass=1.0)  # type: ignore[arg-type]
     assert (asked, transfers.count) == ([1], 0)
@@ -473,7 +473,7 @@ def test_a_compiled_loss_is_the_loss() -> None:
         before = SparsePolicy.trusted(
             old.token_ids.view(2, 4, -1), old.log_probs.view(2, 4, -1), old.log_tail.view(2, 4), 12, 1.0
         )
-        options: dict[str, Any] = {"kl_bound": 0.05, "on_invalid": "mask", "max_lost_mass": 1.0}
+        options: dict[str, Any] = {"kl_bound": 0.05, "tail": "floor", "on_invalid": "mask", "max_lost_mass": 1.0}
         return troll_loss(proposal, before, torch.ones(2, dtype=F64), torch.ones(2, 4), **options)[0]
 
     x = logits.clone().requires_grad_()
