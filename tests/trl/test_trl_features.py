@@ -507,7 +507,7 @@ def test_a_rollout_that_nothing_can_score_changes_nothing(tmp_path: Path) -> Non
     def none(completions: list[Any], **_: Any) -> list[None]:
         return [None] * len(completions)
 
-    run = trainer(tmp_path, reward_funcs=none, reward_errors="mask")  # 'stop' ends the run
+    run = trainer(tmp_path, reward_funcs=none, on_invalid_reward="mask")  # 'raise' ends the run
     before = weights(run)
     run.train()
     assert furthest(before, weights(run)) == 0

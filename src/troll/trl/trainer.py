@@ -81,7 +81,8 @@ class TrustRegionTrainer(GRPOTrainer):
         if args.trust_region == "troll":
             check_dropout(
                 self.model,
-                "disable_dropout=True, the default; or 0.0 for it in the configuration of the model or the adapter",
+                "Set disable_dropout=True, the default; if dropout is still on, set it to 0.0 in the configuration of "
+                "the model or the adapter",
             )
         self.add_callback(_EndOfUpdate(self))
         args.warn_about_settings()
