@@ -37,6 +37,7 @@ from troll.objective import Aggregation, TokenStats, aggregate, summarise
 from troll.objective.bounds import Measured
 from troll.objective.metrics import reduction
 from troll.trl.config import TROLLConfig
+from troll.trl.console import print_important_metrics
 from troll.trl.estimators import estimate
 from troll.trl.forward import Pass, Scorer
 from troll.trl.passes import ADVANTAGE_SIZE, BOUND_MEAN, OLD_POLICY, REWARDS, OldPolicyRecorder, ProjectedScorer
@@ -85,6 +86,7 @@ class TrustRegionTrainer(GRPOTrainer):
                 "the model or the adapter",
             )
         self.add_callback(_EndOfUpdate(self))
+        print_important_metrics(self)
         args.warn_about_settings()
 
     # ------------------------------------------------------------------ the five wrapped methods of TRL
