@@ -18,7 +18,7 @@ def test_details_are_left_out_and_counters_only_shown_when_they_count() -> None:
     problems = {"troll/unconverged_tokens": 2.0, "troll/skipped_tokens": 1.0, "troll/skipped_updates": 1.0}
     hidden = {"troll/kept_mass/old": 1.0, "troll/ratio/min": 0.9, "eval_troll/mix": 0.0, "troll/lost_mass": 0.0}
     assert printed({**shown, **problems, **hidden}) == {**shown, **problems}
-    assert printed({name: 0.0 for name in problems}) == {}
+    assert printed(dict.fromkeys(problems, 0.0)) == {}
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])
