@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -396,3 +397,68 @@ def test_a_start_that_fails_halfway_leaves_nothing(
     assert main(flags(tmp_path / "runs")) == 2
     assert "(No space left on device)" in capsys.readouterr().err
     assert os.listdir(tmp_path / "runs") == []
+
+
+# ------------------------------------------------------------------ runs of earlier versions
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run of troll 0.1.0, with the former names of settings, and with the versions of packages that it recorded.
+
+    Its last checkpoint is of update 6 of 8, in the middle of a rollout; its metrics are of all 8.
+    """
+    with tarfile.open(Path(__file__).resolve().parents[2] / "stored" / "run-0.1.0.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    run = Run(tmp_path / "runs" / "arithmetic-troll")
+    config = run.path / "config.yaml"
+    config.write_text(config.read_text().replace("@HERE@", str(tmp_path)))
+    identity = json.loads((run.path / "checkpoint-6" / "troll.json").read_text())["identity"]
+    assert {"bound", "reward_errors"} <= identity["settings"].keys()
+    assert "held_out_size" in config.read_text()
+    monkeypatch.setattr("troll.trl.robust.fingerprint.versions", lambda: identity["versions"])
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def test_a_run_of_version_0_1_0_is_resumed(stored: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Updates 7 and 8, on the rollout in the checkpoint, measure what they measured in 0.1.0."""
+    before = stored.metrics()
+    assert resume(stored) == 0
+    assert "Resuming from checkpoint-6." in capsys.readouterr().out
+    assert (stored.about["status"], "changes" in stored.about) == ("finished", False)
+    metrics = stored.metrics()
+    assert [line["step"] for line in metrics] == list(range(1, 9))
+    assert metrics[:6] == before[:6]
+    for again, first in zip(metrics[6:], before[6:], strict=True):
+        assert again["seconds"] != first["seconds"]  # it did train
+        assert timeless(again) == pytest.approx(timeless(first), rel=1e-3, abs=1e-5)
+    settings = json.loads((stored.path / "run.json").read_text())["settings"]
+    assert settings["on_invalid_reward"] == "raise"
+    assert not {"bound", "reward_errors"} & settings.keys()
+    assert (stored.path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("what", ["setting", "version", "reward"])
+def test_a_changed_run_of_version_0_1_0_is_refused_with_what_changed(
+    what: str, stored: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags: list[str] = []
+    if what == "setting":
+        flags, changed = ["--on_invalid_reward", "mask"], r"\(on_invalid_reward: raise → mask\)"
+    elif what == "version":
+        versions = sys.modules["troll.trl.robust.fingerprint"].versions()  # type: ignore[attr-defined]
+        monkeypatch.setattr("troll.trl.robust.fingerprint.versions", lambda: {**versions, "torch": "0.1"})
+        changed = rf"\(versions\.torch: {re.escape(versions['torch'])} → 0\.1\)"
+    else:
+        reward = tmp_path / "old_reward.py"
+        reward.write_text(reward.read_text() + "# changed\n")
+        changed = r"\(rewards\.spread: \w{16} → \w{16}\)"
+    before = files(stored)
+    assert resume(stored, *flags) == 2
+    err = capsys.readouterr().err
+    assert re.search(f"resume refused: the run has changed since the checkpoint {changed}", err), err
+    assert "pass --allow_changes" in err
+    assert files(stored) == before
+    assert resume(stored, *flags, "--allow_changes") == 0
+    assert stored.about["status"] == "finished"

@@ -109,7 +109,7 @@ def test_a_save_that_fails_anywhere_leaves_the_last_good_one_and_says_so(saving:
                 saving.save()
         except InputError as error:
             sentence = str(error)
-            assert f"the checkpoint of update {NEW}" in sentence, disk.calls[at - 1 :]
+            assert f"The checkpoint of update {NEW} cannot be written" in sentence, disk.calls[at - 1 :]
             assert str(saving.folder) in sentence
             assert "\n" not in sentence
             assert f"checkpoint-{saving.good()}" in sentence
