@@ -24,8 +24,8 @@ def test_a_run_whose_bound_follows_the_projected_share(tmp_path: Path, capsys: p
     assert bounds[4] == pytest.approx(0.05 * factor, rel=1e-6)
     assert all(line["troll/kl_after/max"] <= line["troll/kl_bound"] * (1 + 1e-6) for line in lines)
     assert run.about["arm_label"] == "TROLL, projected bound"
-    assert "the bound adapts, from 0.05." in " ".join(capsys.readouterr().out.split())
-    assert "under a bound that adapts" in (run.path / "report.html").read_text()
+    assert "the bound adapts, starting from 0.05." in " ".join(capsys.readouterr().out.split())
+    assert "the bound adapts, starting from 0.05" in (run.path / "report.html").read_text()
     assert "kl_bound_schedule: projected target=0.9" in (run.path / "config.yaml").read_text()
 
 

@@ -53,11 +53,11 @@ def test_a_comparison_interrupted_continued_broken_and_mended(tmp_path, capsys):
     until(lambda: all(file.exists() and "eval_reward" in file.read_text() for file in metrics), process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
     logs = [folder / f"{name}.log" for name in names]
-    until(lambda: all("Once more to stop at once" in log.read_text() for log in logs), process)
+    until(lambda: all("Press Ctrl-C again to stop at once" in log.read_text() for log in logs), process)
     gate.touch()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
-    assert err.count("Stopping after the updates at hand, with checkpoints.") == 1
+    assert err.count("Saving checkpoints and stopping.") == 1
     assert re.findall(r"^(.*): (started|interrupted)$", out, re.MULTILINE)[:2] == [(name, "started") for name in names]
     assert f"Interrupted. Resume with: troll compare --resume {folder}" in out
     for name in names:
@@ -91,11 +91,11 @@ def test_a_comparison_interrupted_continued_broken_and_mended(tmp_path, capsys):
     (folder / "none-0").write_text("in the way")
     assert main(["compare", "--resume", str(folder)]) == 1
     out = capsys.readouterr().out
-    assert "troll-0: finished before, held-out reward" in out
+    assert "troll-0: already finished, held-out reward" in out
     assert f"none-0: failed; the other runs continue. Last lines of {folder / 'none-0.log'}:" in out
     assert re.search(r"^  troll: The run folder .*none-0 exists already", out, re.MULTILINE)
-    assert f"Missing: none-0. Try again with: troll compare --resume {folder}" in out
-    assert "No verdict: no two arms have a finished run with the same seed." in out
+    assert f"Missing: none-0. Retry with: troll compare --resume {folder}" in out
+    assert "No verdict: no two arms have finished runs with the same seed." in out
     assert conclude(folder)["missing"] == ["none-0"]
     (folder / "none-0").unlink()
     (tmp_path / "aside").rename(folder / "none-0")
@@ -188,9 +188,9 @@ def test_a_comparison_that_is_running_or_no_comparison(tmp_path, capsys):
     resume = ["compare", "--resume", "busy", "--runs_dir", str(tmp_path / "runs")]
     with FileLock(folder / ".lock"):
         assert main(resume) == 2
-    assert f"the comparison {folder}, which another process is writing" in capsys.readouterr().err
+    assert f"the comparison {folder} is in use: another process is writing" in capsys.readouterr().err
     assert main([*resume, "--max_steps", "3"]) == 2
-    assert "--resume with --max_steps" in capsys.readouterr().err
+    assert "--resume cannot be combined with --max_steps" in capsys.readouterr().err
     run = tmp_path / "runs" / "run"
     run.mkdir()
     (run / "run.json").write_text('{"format": 1}')
@@ -225,7 +225,7 @@ def test_verdicts_in_words_say_how_far_they_go():
         "between equal arms says better or worse.",
         "Inconclusive means that so few seeds show no difference, not that the arms are equal.",
     ]
-    assert "3 seeds, less those that an arm is missing; 3" in sentences({**found, "missing": ["none-1"]})[-2]
+    assert "3 seeds, without those missing in an arm; 3" in sentences({**found, "missing": ["none-1"]})[-2]
 
 
 def test_help_has_examples_and_check_takes_them(capsys):

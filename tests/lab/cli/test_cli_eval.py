@@ -145,14 +145,14 @@ def test_what_is_not_there(trained, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "There is no run 'nowhere' in" in refused("nowhere", "--runs_dir", str(tmp_path))
-    assert "no model folder './nowhere'" in refused("--model", "./nowhere")
-    assert "the task 'nothing'" in refused("--model", str(shared() / "model"), "--task", "nothing")
-    assert "--problems 9; the run held out, and more may have been trained on, 8" in refused(
-        str(trained.path), "--problems", "9"
-    )
+    assert "There is no model folder './nowhere'" in refused("--model", "./nowhere")
+    assert "There is no task 'nothing'" in refused("--model", str(shared() / "model"), "--task", "nothing")
+    assert "--problems 9, but the run held out only 8 problems" in refused(str(trained.path), "--problems", "9")
     assert "temperature=0" in refused(str(trained.path), "--temperature", "0")
     reward = yaml_reward(trained).replace(":even", ":loud")
-    assert "a reward of 7" in refused("--model", str(shared() / "model"), "--reward", reward)
+    assert "needs rewards from 0 (wrong) to 1 (right), got 7" in refused(
+        "--model", str(shared() / "model"), "--reward", reward
+    )
     bare = tmp_path / "bare"
     bare.mkdir()
     for status, hint in (("finished", "--save_model false"), ("interrupted", f"troll train --resume {bare}")):
@@ -165,7 +165,7 @@ def test_what_is_not_there(trained, tmp_path, capsys):
     (several / "comparison.json").write_text('{"format": 1}')
     assert f"such as {several / 'troll-0'}" in refused(str(several))
     blocked = Path(trained.path / "run.json" / "x.json")
-    assert "a file that can be written" in refused(
+    assert f"Cannot write --output {blocked}: " in refused(
         "--model", str(shared() / "model"), "--problems", "1", "--samples", "1", "--output", str(blocked)
     )
 

@@ -79,7 +79,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
     assert [path.name for path in run.path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
     assert not (run.path / "model").exists()
     out, err = capfd.readouterr()
-    assert "Stopping after this update, with a checkpoint. Once more to stop at once." in err
+    assert "Stopping after this update, with a checkpoint. Press Ctrl-C again to stop at once." in err
     assert out.splitlines()[-1].endswith(f"Resume with: troll train --resume {shlex.quote(str(run.path))}")
     took = run.about["seconds"]
 
@@ -132,7 +132,7 @@ def test_a_signal_after_the_last_update_changes_nothing(
     monkeypatch.setenv("SIGNAL", str(int(signal.SIGINT)))
     monkeypatch.setenv("SIGNAL_AT", "4")  # step 0, two rollouts, step 8
     run = train(tmp_path, "--eval_steps", "9", reward="interrupts")
-    assert "The last update is made. Once more to stop at once." in capfd.readouterr().err
+    assert "The last update is done. Press Ctrl-C again to stop at once." in capfd.readouterr().err
     assert run.about["status"] == "finished"
     assert_same(run, straight("interrupts", "9"))
     assert [line["step"] for line in run.evaluations()] == [0, MAX_STEPS]
@@ -180,7 +180,7 @@ def test_a_signal_from_outside(number: int, tmp_path: Path, straight: Straight) 
     process.send_signal(number)
     assert process.stderr is not None
     said = process.stderr.readline() + process.stderr.readline()
-    assert said == "\nStopping after this update, with a checkpoint. Once more to stop at once.\n"
+    assert said == "\nStopping after this update, with a checkpoint. Press Ctrl-C again to stop at once.\n"
     (tmp_path / "go").touch()
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
@@ -200,8 +200,8 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, straight: Straight, capsy
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, "troll: stopped\n")
-    go_on = f"from update 0, with: troll train --resume {shlex.quote(str(run.path))}"
-    assert out.splitlines()[-1] == f"Stopped at once, and there is no checkpoint. Begin again, {go_on}"
+    go_on = f"from update 0 with: troll train --resume {shlex.quote(str(run.path))}"
+    assert out.splitlines()[-1] == f"Stopped immediately, without a checkpoint. Restart {go_on}"
     assert run.about["status"] == "interrupted"
     assert run.about["seconds"] > 0
     assert len(run.metrics()) == 4

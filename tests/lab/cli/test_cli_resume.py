@@ -77,7 +77,7 @@ def test_the_last_good_checkpoint(
         file.write_bytes(bytes([*most, last ^ 1]))
     assert resume(early) == 0
     said = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("checkpoint", "Resuming", "There is no"))]
-    passed = [f"checkpoint-{step} is passed over: model.safetensors is damaged" for step in sorted(damaged)[::-1]]
+    passed = [f"checkpoint-{step} is skipped: model.safetensors is damaged" for step in sorted(damaged)[::-1]]
     assert [line.partition(":")[0] for line in said[: len(passed)]] == [x.partition(":")[0] for x in passed]
     good = [step for step in (2, 3) if step not in damaged]
     none = "There is no checkpoint: the run restarts from update 0."
@@ -96,7 +96,7 @@ def test_a_run_that_keeps_no_checkpoints_begins_again(
     assert resume(Run(path)) == 0
     out = capsys.readouterr().out
     assert "the run restarts from update 0." in out
-    assert "It keeps none (save_strategy: no): --save_strategy steps --save_steps 32 keeps one" in out
+    assert "save_strategy is no. --save_strategy steps --save_steps 32 saves a checkpoint every 32 updates." in out
     assert_same(Run(path), straight)
 
 
@@ -288,9 +288,7 @@ def test_a_run_that_another_process_writes_is_refused(
     monkeypatch.setattr("troll.lab.cli.train.plan_of", lambda *_: pytest.fail("it was loaded"))
     before = files(early)
     assert resume(early) == 2
-    assert f"the run {early.path}, which another process is writing; expected: one that nobody" in (
-        capsys.readouterr().err
-    )
+    assert f"the run {early.path} is in use: another process is writing" in (capsys.readouterr().err)
     assert files(early) == before
 
 

@@ -501,7 +501,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_update(tmp_path: Path
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err.strip()) == (
         0,
-        "Stopping after this update, with a checkpoint. Once more to stop at once.",
+        "Stopping after this update, with a checkpoint. Press Ctrl-C again to stop at once.",
     )
     assert "Resume with: troll train --resume" in out
     assert Run.open(tmp_path / "two").about["status"] == "interrupted"

@@ -65,7 +65,7 @@ def settings(**changes: Any) -> TROLLConfig:
 
 
 def of(path: str, prompt: float = 10, speed: Speed = SPEED, **changes: Any) -> ResourceEstimate:
-    own = {name: changes.pop(name) for name in ("prompts", "held_out", "peft_config") if name in changes}
+    own = {name: changes.pop(name) for name in ("prompts", "eval_size", "peft_config") if name in changes}
     return estimate(settings(**changes), path, prompt, CPU, speed=speed, **own)
 
 
@@ -102,15 +102,15 @@ def test_other_kinds_of_models(kind: str, tmp_path: Path) -> None:
 def test_weights_gradients_and_optimizer(tied: str) -> None:
     n = ModelShape.of(tied).parameters
     memory = of(tied).memory
-    assert (memory["weights"], memory["gradients"], memory["optimizer"]) == (4 * n, 4 * n, 8 * n)
-    assert memory["reference model"] == memory["vLLM"] == memory["weights in half precision"] == 0
+    assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (4 * n, 4 * n, 8 * n)
+    assert memory["reference model"] == memory["vLLM"] == memory["parameters in half precision"] == 0
     assert of(tied, beta=0.1).memory["reference model"] == 4 * n
     for optimizer, expected in (("adamw_8bit", 2 * n), ("sgd", 0), ("adafactor", 0), ("lion_32bit", 4 * n)):
         assert of(tied, optim=optimizer).memory["optimizer"] == expected
     half = of(tied, model_init_kwargs={"dtype": "bfloat16"}).memory
-    assert (half["weights"], half["gradients"], half["optimizer"]) == (2 * n, 2 * n, 4 * n)
+    assert (half["parameters"], half["gradients"], half["optimizer"]) == (2 * n, 2 * n, 4 * n)
     mixed = of(tied, bf16=True).memory
-    assert (mixed["weights"], mixed["weights in half precision"]) == (4 * n, 2 * n)
+    assert (mixed["parameters"], mixed["parameters in half precision"]) == (4 * n, 2 * n)
 
 
 def test_the_activations_are_those_autograd_saves(tied: str) -> None:
@@ -240,9 +240,9 @@ def test_the_run_is_its_updates_and_evaluations(tied: str) -> None:
     assert (unknown.updates, unknown.total) == (None, None)
     assert "the run" not in str(unknown)
     evaluated = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 8, "num_generations_eval": 1}
-    one = of(tied, held_out=8, **evaluated).evaluation / 2  # after 4 and 8 of 10
-    assert of(tied, held_out=24, eval_on_start=True, **evaluated).evaluation == pytest.approx(9 * one)
-    assert of(tied, held_out=8, **{**evaluated, "eval_steps": 0.5}).evaluation == pytest.approx(2 * one)
+    one = of(tied, eval_size=8, **evaluated).evaluation / 2  # after 4 and 8 of 10
+    assert of(tied, eval_size=24, eval_on_start=True, **evaluated).evaluation == pytest.approx(9 * one)
+    assert of(tied, eval_size=8, **{**evaluated, "eval_steps": 0.5}).evaluation == pytest.approx(2 * one)
     assert of(tied, **evaluated).evaluation == 0
 
 

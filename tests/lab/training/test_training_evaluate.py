@@ -136,7 +136,7 @@ def test_a_completion_ends_at_the_stop_string_and_at_the_end_token(tiny):
 def test_a_stop_string_of_two_tokens(tiny):
     assert stop_token("\n", tiny[1]) == tiny[1].encode("\n")[0]
     _, reward = recorder()
-    with pytest.raises(InputError, match=r"'ab', which is 2 tokens of this model"):
+    with pytest.raises(InputError, match=r"'ab', which must be one token of the model but is 2"):
         run(tiny, task(reward, stop="ab"))
 
 
@@ -149,7 +149,7 @@ def test_chat_prompts_and_completions(tiny):
     assert scores.answers[0][0] == f"<{seen[0]['completions'][0][0]['content']}>"
     plain = tiny_models.tokenizer()
     plain.chat_template = None
-    with pytest.raises(InputError, match="without a chat template"):
+    with pytest.raises(InputError, match="the model has no chat template"):
         run((tiny[0], plain), of)
 
 
@@ -175,7 +175,7 @@ def test_which_reward_decides(tiny):
 
 @pytest.mark.parametrize("value", [-1.0, 1.5, 10.0])
 def test_rewards_that_are_not_between_0_and_1(tiny, value):
-    with pytest.raises(InputError, match=f"a reward of {value:g}; expected: rewards from 0"):
+    with pytest.raises(InputError, match=rf"rewards from 0 \(wrong\) to 1 \(right\), got {value:g}"):
         run(tiny, task(lambda completions, **_: [value] * len(completions)))
 
 
@@ -231,12 +231,12 @@ def test_differences_are_problem_by_problem():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"samples": 0}, "samples=0"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"max_completion_length": -1}, "max_completion_length=-1"),
-        ({"temperature": -1.0}, "temperature=-1"),
-        ({"temperature": math.nan}, "temperature=nan"),
-        ({"temperature": 0.0}, "all the same"),
+        ({"samples": 0}, "samples must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"max_completion_length": -1}, "max_completion_length must be at least 1, got -1"),
+        ({"temperature": -1.0}, "temperature must be ≥ 0, got -1"),
+        ({"temperature": math.nan}, "temperature must be ≥ 0, got nan"),
+        ({"temperature": 0.0}, "all 8 samples of a problem are the same"),
     ],
 )
 def test_samplings_that_cannot_be(given, said):

@@ -91,5 +91,5 @@ def test_a_completion_ends_at_a_token_besides_its_own(own: Any, expected: list[i
 
 
 def test_a_stop_of_several_tokens_is_refused() -> None:
-    with pytest.raises(InputError, match="which is 2 tokens of this model"):
+    with pytest.raises(InputError, match="must be one token of the model but is 2"):
         run._end_at("\n\n", None, tiny_models.tokenizer(), None)  # type: ignore[arg-type]

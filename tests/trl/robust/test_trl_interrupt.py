@@ -62,7 +62,7 @@ def test_after_the_last_update_there_is_nothing_to_stop(capfd: pytest.CaptureFix
         signal.raise_signal(signal.SIGINT)
         assert not step(interrupt, 10).should_training_stop
     assert not interrupt.stopped
-    assert capfd.readouterr().err == "\nThe last update is made. Once more to stop at once.\n"
+    assert capfd.readouterr().err == "\nThe last update is done. Press Ctrl-C again to stop at once.\n"
 
 
 def test_handlers_are_put_back_even_after_an_error() -> None:
@@ -83,7 +83,7 @@ def test_before_training_there_is_nothing_to_save(number: int) -> None:
 def test_a_run_that_has_made_all_of_its_updates_has_only_its_end_to_make(capfd: pytest.CaptureFixture[str]) -> None:
     with begun(10):
         signal.raise_signal(signal.SIGINT)
-    assert capfd.readouterr().err == "\nThe last update is made. Once more to stop at once.\n"
+    assert capfd.readouterr().err == "\nThe last update is done. Press Ctrl-C again to stop at once.\n"
 
 
 def test_a_launcher_says_it_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,23 +16,23 @@ def number(x: float) -> str:
 
 
 def digits(x: float) -> str:
-    """Three significant digits, zeros among them: for numbers below each other."""
+    """Three significant digits with trailing zeros, for columns."""
     return f"{x:#.3g}".rstrip(".").replace("-", "−") if 1e-3 <= abs(x) < 1000 else number(x)
 
 
 def score(x: float) -> str:
-    """A reward: three decimals, so that first and last stand alike."""
+    """A reward with three decimals."""
     return f"{x:.3f}".replace("-", "−") if abs(x) < 100 else number(x)
 
 
 def percent(x: float) -> str:
-    """A share."""
+    """A fraction as a percentage."""
     text = "< 0.1" if 0 < x < 0.001 else f"{100 * x:.0f}" if x >= 0.1 else f"{100 * x:.1f}"
     return f"{text}\N{NO-BREAK SPACE}%".replace("-", "−")
 
 
 def duration(seconds: float) -> str:
-    """Wall time as one would say it."""
+    """Wall time in seconds, minutes, or hours and minutes."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -40,7 +40,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, and hours if there are any, for a countdown.
+    """Minutes and seconds for a countdown, with hours if needed.
 
     >>> clock(75), clock(3 * 3600 + 62)
     ('1:15', '3:01:02')
@@ -51,12 +51,12 @@ def clock(seconds: float) -> str:
 
 
 def plural(n: int, what: str) -> str:
-    """``n`` of something."""
+    """``n`` and the noun, in the plural unless ``n`` is 1."""
     return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
 def count(n: float) -> str:
-    """A large number, as of weights."""
+    """A large number, such as a parameter count."""
     return f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.0f} M" if n >= 1e6 else f"{n:,.0f}"
 
 

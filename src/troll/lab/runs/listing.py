@@ -1,4 +1,4 @@
-"""What there is below a folder of runs, and in which state; read from files alone, whatever is wrong with them."""
+"""List the runs and comparisons in a folder with their states. Only files are read; unreadable runs are listed too."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from troll.trl.robust.lock import is_locked
 from troll.trl.robust.store import MANIFEST, checkpoints, verify
 
 STATES = ("running", "finished", "interrupted", "failed", "killed", "broken")
-"""Killed: it says that it is running, and nobody holds its lock. Broken: its files cannot be read."""
+"""``killed``: the status is running, but no process holds the lock. ``broken``: the files cannot be read."""
 _VERL = Path("checkpoints") / "latest_checkpointed_iteration.txt"
-_TAIL = 1 << 18  # bytes of the metrics that are read: those of the last rollouts
+_TAIL = 1 << 18  # bytes read from the end of the metrics; enough for the last rollouts
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run or a comparison, in the words of a list."""
+    """One row of the list: a run or a comparison."""
 
     name: str
     path: str
@@ -33,27 +33,27 @@ class Entry:
     """One of ``STATES``."""
     step: int | None = None
     max_steps: int | None = None
-    """Updates made, and how many there are to be; of a comparison, its runs."""
+    """Updates done and updates planned; for a comparison, runs instead of updates."""
     reward: float | None = None
-    """Of the last rollout."""
+    """Mean reward of the last rollout."""
     started: str | None = None
     size: int = 0
     """Bytes on disk."""
     resumable_from: int | None = None
-    """The update that ``--resume`` goes on from, 0 for the beginning; None where there is nothing to go on with."""
+    """The update that ``--resume`` starts from, 0 without a checkpoint; None if the run cannot be resumed."""
     why: str | None = None
-    """What went wrong, if something did."""
+    """The error, if there was one."""
 
     @property
     def age(self) -> float | None:
-        """Seconds since it was started."""
+        """Seconds since the start; None if the start is unknown."""
         try:
             return (datetime.now(UTC) - datetime.fromisoformat(str(self.started))).total_seconds()
         except (ValueError, TypeError):
             return None
 
     def as_json(self) -> Line:
-        """Every field."""
+        """All fields, for JSON."""
         return asdict(self)
 
 
@@ -65,12 +65,12 @@ class Kept:
     step: int
     size: int
     wrong: str | None
-    """Why it cannot be gone on from; None if it is good."""
+    """Why the run cannot be resumed from it; None if it is intact."""
 
 
 @dataclass(frozen=True)
 class Details:
-    """One run or comparison, and what it keeps."""
+    """One run with its checkpoints, or one comparison with its runs."""
 
     entry: Entry
     about: Line = field(default_factory=dict)
@@ -78,40 +78,40 @@ class Details:
     runs: list[Entry] = field(default_factory=list)
 
     def as_json(self) -> Line:
-        """Every field."""
+        """All fields, for JSON."""
         kept, runs = [asdict(x) for x in self.checkpoints], [x.as_json() for x in self.runs]
         return {**self.entry.as_json(), "about": self.about, "checkpoints": kept, "runs": runs}
 
 
 def entries(root: Path) -> list[Entry]:
-    """Every run and comparison directly below a folder, the one that was started last first."""
+    """The runs and comparisons directly below a folder, newest first."""
     if not root.is_dir():
         return []
-    found = [entry_of(path) for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    there = sorted((x for x in found if x is not None), key=lambda x: x.name)
-    return sorted(there, key=lambda x: x.started or "", reverse=True)
+    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    by_name = sorted((x for x in map(entry_of, folders) if x is not None), key=lambda x: x.name)
+    return sorted(by_name, key=lambda x: x.started or "", reverse=True)
 
 
 def entry_of(folder: Path) -> Entry | None:
-    """A run or comparison; None for a folder that is neither, broken if it is one and cannot be read."""
+    """The entry of a folder; None if it is neither run nor comparison. State ``broken`` if it cannot be read."""
     kind = "comparison" if (folder / COMPARISON).exists() else "run"
     if kind == "run" and not (folder / ABOUT).exists():
         return None
-    named: Line = {"name": folder.name, "path": str(folder), "kind": kind}
+    fields: Line = {"name": folder.name, "path": str(folder), "kind": kind}
     try:
-        return (_comparison if kind == "comparison" else _run)(folder, named)
+        return (_comparison if kind == "comparison" else _run)(folder, fields)
     except (InputError, OSError) as error:
         why = error.problem if isinstance(error, InputError) else str(error)
-    except Exception as error:  # whatever stands in a file that was not written by troll
+    except Exception as error:  # a file that troll did not write can contain anything
         why = f"{type(error).__name__}: {error}"
-    return Entry(**named, state="broken", size=_size(folder), why=why)
+    return Entry(**fields, state="broken", size=_size(folder), why=why)
 
 
 def details(folder: Path) -> Details:
-    """With every checkpoint read and checked, which takes as long as reading it."""
+    """The entry of a folder with its checkpoints or runs. Reads and verifies every checkpoint, so it can be slow."""
     entry = entry_of(folder)
     if entry is None:
-        raise InputError(str(folder), "the folder of a run or a comparison", "troll runs, which lists them")
+        raise InputError(f"{folder} is not the folder of a run or a comparison", "`troll runs` lists both")
     if entry.state == "broken":
         return Details(entry)
     if entry.kind == "comparison":
@@ -124,11 +124,11 @@ def details(folder: Path) -> Details:
 
 
 def resumable_from(folder: Path) -> int:
-    """The update of the newest checkpoint that was written to the end, without checking it; 0 if there is none."""
+    """The update of the newest completely written checkpoint, not verified; 0 without one."""
     return max((step for step, path in checkpoints(folder).items() if (path / MANIFEST).is_file()), default=0)
 
 
-def _run(folder: Path, named: Line) -> Entry:
+def _run(folder: Path, fields: Line) -> Entry:
     about = Run(folder).about
     state = _state(str(about["status"]), folder)
     early = state not in ("finished", "running")
@@ -137,7 +137,7 @@ def _run(folder: Path, named: Line) -> Entry:
     steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
     most = about.get("max_steps") or about["settings"].get("max_steps") or 0
     return Entry(
-        **named,
+        **fields,
         state=state,
         step=steps[-1] if steps else 0,
         max_steps=most if most > 0 else None,
@@ -149,29 +149,29 @@ def _run(folder: Path, named: Line) -> Entry:
     )
 
 
-def _comparison(folder: Path, named: Line) -> Entry:
-    """Finished if all of its runs are; else how they are, the worst first."""
+def _comparison(folder: Path, fields: Line) -> Entry:
+    """A comparison is finished if all its runs are; otherwise it has the worst of their states."""
     about = Comparison(folder).about
     names = [name for arm in about["arms"] for name in arm["runs"]]
     runs = [entry_of(folder / name) for name in names]
     states = ["waiting" if run is None else run.state for run in runs]
-    begun = [run.started for run in runs if run is not None and run.started]
+    starts = [run.started for run in runs if run is not None and run.started]
     if is_locked(folder):
         state = "running"
     elif set(states) <= {"finished"}:
         state = "finished"
     else:
         state = next((x for x in ("broken", "failed", "killed") if x in states), "interrupted")
-    wrong = [f"{name}: {run.state}" for name, run in zip(names, runs, strict=True) if run and run.why]
+    errors = [f"{name}: {run.state}" for name, run in zip(names, runs, strict=True) if run and run.why]
     return Entry(
-        **named,
+        **fields,
         state=state,
         step=states.count("finished"),
         max_steps=len(names),
-        started=min(begun, default=None),
+        started=min(starts, default=None),
         size=_size(folder),
         resumable_from=None if state in ("finished", "running") else 0,
-        why=", ".join(wrong) or None,
+        why=", ".join(errors) or None,
     )
 
 
@@ -182,7 +182,7 @@ def _state(status: str, folder: Path) -> str:
 
 
 def _verl_step(folder: Path, about: Line) -> int:
-    """verl counts rollouts."""
+    """The update of verl's last checkpoint; verl counts rollouts."""
     try:
         rollouts = int((folder / _VERL).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -191,7 +191,7 @@ def _verl_step(folder: Path, about: Line) -> int:
 
 
 def _tail(path: Path) -> Iterator[Line]:
-    """The last lines of a file that are whole, without reading all of it."""
+    """The last complete lines of a file, without reading all of it."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -201,7 +201,7 @@ def _tail(path: Path) -> Iterator[Line]:
     for line in lines:
         try:
             value: Any = json.loads(line)
-        except ValueError:  # the first one may be cut, and the last
+        except ValueError:  # the first and the last line may be cut
             continue
         if isinstance(value, dict):
             yield value
@@ -209,10 +209,10 @@ def _tail(path: Path) -> Iterator[Line]:
 
 def _size(folder: Path) -> int:
     total = 0
-    for where, _, files in os.walk(folder):
+    for parent, _, files in os.walk(folder):
         for name in files:
             try:
-                total += os.lstat(os.path.join(where, name)).st_size
-            except OSError:  # it was deleted in between
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:  # deleted in the meantime
                 continue
     return total

@@ -5,26 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "trl", "transformers", "accelerate", "datasets", "peft", "vllm")
+from troll.trl.robust import fingerprint
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, troll and the packages that affect training."""
-    from troll import __version__
-
-    found = {"python": platform.python_version(), "troll": __version__}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """Versions of Python, troll and the packages that affect training or load its data."""
+    return fingerprint.versions((*fingerprint.PACKAGES, "datasets"))
 
 
 def machine() -> dict[str, Any]:

@@ -46,10 +46,10 @@ def settings(args: Any) -> dict[str, Any]:
     return {name: _plain(value) for name, value in args.to_dict().items() if affects_training(name)}
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, troll and the packages that an update depends on."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python, troll and the installed ones of ``packages``, by default those that an update depends on."""
     found = {"python": platform.python_version(), "troll": troll.__version__}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -64,7 +64,7 @@ class StopOnSignal(TrainerCallback):
         self.caught = True
         updates = self._now == "training"
         what = "Stopping after this update, with a checkpoint." if updates else "The last update is done."
-        os.write(2, f"\n{what} Press again to stop at once.\n".encode())  # print itself may be interrupted
+        os.write(2, f"\n{what} Press Ctrl-C again to stop at once.\n".encode())  # print itself may be interrupted
 
     def _silence_terminal(self) -> None:
         """Redirect output to /dev/null: printing to a closed terminal would fail."""
