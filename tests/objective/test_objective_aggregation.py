@@ -151,7 +151,7 @@ def test_an_unknown_rule():
 
 @pytest.mark.parametrize("length", [0, -3])
 def test_a_length_that_is_none(length):
-    with pytest.raises(InputError, match=rf"Got max_length={length}, expected at least 1 token. Try "):
+    with pytest.raises(InputError, match=rf"Got max_length={length}, expected at least 1 token. Use "):
         aggregate(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), "constant", max_length=length)
 
 

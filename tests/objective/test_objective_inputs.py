@@ -81,12 +81,12 @@ def test_a_regression_coefficient_that_is_no_weight(value):
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, NAN, INF])
 def test_a_lower_clip_outside_0_to_1(value):
-    refuse(f"clip_low={value}", "0 ≤ clip_low ≤ 1.0", "0.2, the default", call, clip_loss, clip_low=value)
+    refuse(f"clip_low={value}", "0 ≤ clip_low ≤ 1.0", "The default is 0.2", call, clip_loss, clip_low=value)
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, -INF])
 def test_an_upper_clip_below_0(value):
-    refuse(f"clip_high={value}", "0 ≤ clip_high ≤ inf", "0.2, the default", call, clip_loss, clip_high=value)
+    refuse(f"clip_high={value}", "0 ≤ clip_high ≤ inf", "The default is 0.2", call, clip_loss, clip_high=value)
 
 
 @pytest.mark.parametrize("value", [1.0, 0.5, 0, -3.0, NAN])
@@ -156,7 +156,7 @@ def test_a_number_that_is_none_on_a_counted_token(loss_function, name, bad):
     per_token = torch.ones(3, 4)
     per_token[1, 2] = bad
     assert bool(CASE.mask[1, 2])
-    expected = "finite numbers", "looking at the reward of that sequence"
+    expected = "finite numbers", "Check the reward of that sequence"
     refuse(f"{name} {bad} at position [1, 2]", *expected, call, loss_function, **{name: per_token})
     per_sequence = torch.tensor([1.0, 1.0, bad])
     refuse(f"{name} {bad} at position [2, 0]", *expected, call, loss_function, **{name: per_sequence})
@@ -227,7 +227,7 @@ def test_policies_over_different_positions(loss_function, index):
     refuse(
         f"a proposal over [3, 4] positions and an old policy over {list(old[index].shape)}",
         "the same positions for both",
-        "scoring the same completions with both",
+        "Score the same completions with both",
         call,
         loss_function,
         old=old[index],

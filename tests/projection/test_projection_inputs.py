@@ -69,7 +69,7 @@ def test_rows_without_lost_mass_are_untouched_by_rows_with_it() -> None:
 
 def test_too_much_lost_mass_is_refused() -> None:
     old, proposal = log([0.5, 0.5, 0.0]), log([0.4, 0.4, 0.2])
-    with pytest.raises(InputError, match=r"Got a proposal with 0.2 of its mass.*expected .*0.1.*Try .*truncation"):
+    with pytest.raises(InputError, match=r"Got a proposal with 0.2 of its mass.*expected .*0.1.*Score .*truncation"):
         project(proposal, old, 0.05)
     assert project(proposal, old, 0.05, max_lost_mass=0.3).lost_mass.item() == pytest.approx(0.2)
 
@@ -208,11 +208,11 @@ def test_forms_that_are_refused() -> None:
         project(proposal, old[:, :3], 0.05)
     with pytest.raises(InputError, match=r"K ≥ 1"):
         project(proposal[:, :0], old[:, :0], 0.05)
-    with pytest.raises(InputError, match=r"torch.bfloat16.*cannot resolve a KL below 2e-5.*Try logits.float"):
+    with pytest.raises(InputError, match=r"torch.bfloat16.*cannot resolve a KL below 2e-5.*Use logits.float"):
         project(proposal.bfloat16(), old.bfloat16(), 0.05)
     with pytest.raises(InputError, match=r"torch.float32, old of torch.float64"):
         project(proposal.float(), old, 0.05)
-    with pytest.raises(InputError, match=r"Got an old policy that requires gradient.*Try torch.no_grad"):
+    with pytest.raises(InputError, match=r"Got an old policy that requires gradient.*under torch.no_grad"):
         project(proposal, old.clone().requires_grad_(), 0.05)
     with pytest.raises(InputError, match=r"solver must be 'newton' or 'bracketing', got 'bisection'"):
         project(proposal, old, 0.05, solver="bisection")  # type: ignore[arg-type]

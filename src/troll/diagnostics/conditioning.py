@@ -45,7 +45,7 @@ class Conditioning:
     def near_kink(self, within: float = 0.1) -> float:
         """Share of the counted tokens with |KL/ε − 1| < ``within``, 0 without a token."""
         if not within > 0:
-            raise InputError(f"Got within={within}, expected a number > 0", "Try 0.1, the default")
+            raise InputError(f"Got within={within}, expected a number > 0", "The default is 0.1")
         return float((self.kink_distance < within).sum()) / max(1, len(self.kink_distance))
 
 

@@ -18,7 +18,7 @@ def as_mask(loss_mask: Tensor) -> Tensor:
     if loss_mask.dim() != 2:
         raise InputError(
             f"Got loss_mask {list(loss_mask.shape)}, expected [B, T]: B sequences of T tokens",
-            "Try loss_mask[None] for one sequence",
+            "Pass loss_mask[None] for one sequence",
         )
     return loss_mask.bool()
 
@@ -32,14 +32,14 @@ def per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
         raise InputError(
             f"Got {name} {list(x.shape)} for a loss_mask {list(counted.shape)}"
             ", expected one number per token [B, T], or per sequence [B]",
-            "Try cutting both to the completion tokens, without the prompt",
+            "Cut both to the completion tokens, without the prompt",
         )
     wide = x.detach().to(counted.device, solver_dtype(x))
     numbers = torch.where(counted, wide if wide.dim() == 2 else wide[:, None], 0.0)
     if bool(numbers.isnan().any()):
         at = numbers.isnan().nonzero()[0].tolist()
         raise InputError(
-            f"Got {name} NaN at position {at}, which loss_mask counts, expected numbers", "Try masking that token out"
+            f"Got {name} NaN at position {at}, which loss_mask counts, expected numbers", "Mask that token out"
         )
     return numbers
 
@@ -50,7 +50,7 @@ def per_sequence_ids(name: str, ids: Tensor, sequences: int) -> Tensor:
         raise InputError(
             f"Got {name} {list(ids.shape)} of {ids.dtype} for {sequences} sequences"
             f", expected one integer per sequence [{sequences}]",
-            "Try torch.arange(B) // G for blocks of G completions of a prompt",
+            "Use torch.arange(B) // G for blocks of G completions of a prompt",
         )
     return ids
 

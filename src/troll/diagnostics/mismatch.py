@@ -60,7 +60,9 @@ def sampler_mismatch(sampler: Tensor, trainer: Tensor, loss_mask: Tensor) -> Mis
     by_token = log_probs[1] - log_probs[0]
     delta = by_token[counted]
     if not delta.numel():
-        raise InputError("Got a loss_mask without a counted token, expected at least one", "Try another batch")
+        raise InputError(
+            "Got a loss_mask without a counted token, expected at least one", "Use a batch with counted tokens"
+        )
     by_sequence = by_token.sum(-1)[counted.any(-1)]
     weight = delta.exp()
     return Mismatch(
@@ -81,7 +83,7 @@ def _log_probs(name: str, x: Tensor, counted: Tensor) -> Tensor:
         raise InputError(
             f"Got {name} {list(x.shape)} for a loss_mask {list(counted.shape)}"
             ", expected [B, T], the log-probability of each sampled token",
-            "Try log_probs.gather(-1, sampled[..., None])[..., 0]",
+            "Use log_probs.gather(-1, sampled[..., None])[..., 0]",
         )
     numbers = per_token(name, x, counted)
     wrong = ~(numbers.isfinite() & (numbers <= _ABOVE_ONE))
@@ -90,6 +92,6 @@ def _log_probs(name: str, x: Tensor, counted: Tensor) -> Tensor:
         raise InputError(
             f"Got {name} {float(numbers[tuple(at)]):.4g} at position {at}"
             ", expected log-probabilities: finite, at most 0",
-            "Try logits.log_softmax(-1), at the temperature of the rollout and without top-k or top-p truncation",
+            "Use logits.log_softmax(-1), at the temperature of the rollout and without top-k or top-p truncation",
         )
     return numbers

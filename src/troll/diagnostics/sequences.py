@@ -60,12 +60,11 @@ def estimate_mean(values: Tensor, groups: Tensor | None = None, *, confidence: f
     """
     if values.dim() != 1 or values.numel() == 0:
         raise InputError(
-            f"Got values {list(values.shape)}, expected one number per sequence [B], at least one", "Try another batch"
+            f"Got values {list(values.shape)}, expected one number per sequence [B], at least one",
+            "Use a batch with counted tokens",
         )
     if not 0 < confidence < 1:
-        raise InputError(
-            f"Got confidence={confidence}, expected a probability between 0 and 1", "Try 0.95, the default"
-        )
+        raise InputError(f"Got confidence={confidence}, expected a probability between 0 and 1", "The default is 0.95")
     x = values.detach()
     mean = x.mean()
     deviation = x - mean
@@ -166,7 +165,8 @@ def estimate_sequence_kl(
     used = loss_mask.bool().any(-1)
     if not bool(used.any()):
         raise InputError(
-            "Got a loss_mask without a counted token, expected at least one completion", "Try another batch"
+            "Got a loss_mask without a counted token, expected at least one completion",
+            "Use a batch with counted tokens",
         )
     members = None if groups is None else per_sequence_ids("groups", groups, len(used)).to(used.device)[used]
 

@@ -82,15 +82,13 @@ def by_position(
     place = counted.cumsum(-1) - 1
     if starts is None:
         if bins < 1:
-            raise InputError(
-                f"Got bins={bins}, expected at least 1", "Try bins=4, the default: quarters of the completion"
-            )
+            raise InputError(f"Got bins={bins}, expected at least 1", "The default is 4: quarters of the completion")
         group = place * bins // counted.sum(-1, keepdim=True).clamp(min=1)
         names = [f"{100 * i / bins:.3g}–{100 * (i + 1) / bins:.3g} %" for i in range(bins)]
     else:
         if list(starts[:1]) != [0] or any(a >= b for a, b in pairwise(starts)):
             raise InputError(
-                f"Got starts={list(starts)}, expected ascending places from 0", "Try starts=(0, 16, 64, 256)"
+                f"Got starts={list(starts)}, expected ascending places from 0", "Use starts=(0, 16, 64, 256)"
             )
         edges = torch.tensor(starts, device=place.device)
         group = torch.searchsorted(edges, place.contiguous(), right=True) - 1
@@ -172,13 +170,13 @@ def _checked(group: Tensor, counted: Tensor, names: Sequence[str]) -> Tensor:
         raise InputError(
             f"Got classes {list(group.shape)} of {group.dtype} for a loss_mask {list(counted.shape)}"
             ", expected one integer per token [B, T]",
-            "Try token_classes(tokenizer).of(sampled)",
+            "Use token_classes(tokenizer).of(sampled)",
         )
     of = group.to(counted.device)[counted].long()
     if bool(((of < 0) | (of >= len(names))).any()):
         raise InputError(
             f"Got classes from {int(of.min())} to {int(of.max())} with {len(names)} names"
             f", expected classes from 0 to {len(names) - 1} at every counted token",
-            "Try one name per class, or leaving the other tokens out of loss_mask",
+            "Pass one name per class, or leave the other tokens out of loss_mask",
         )
     return of

@@ -32,7 +32,7 @@ class TokenClasses:
             raise InputError(
                 f"Got token id {int(tokens.max())} for a vocabulary of {len(self.ids)}"
                 ", expected ids of this vocabulary",
-                "Try token_classes(tokenizer, vocab_size=model.config.vocab_size)",
+                "Use token_classes(tokenizer, vocab_size=model.config.vocab_size)",
             )
         ids = self.ids.to(tokens.device)[tokens.clamp(min=0)]
         return ids.masked_fill(tokens < 0, self.names.index("special"))
@@ -70,7 +70,7 @@ def token_classes(tokenizer: Any, vocab_size: int | None = None) -> TokenClasses
     letter = tokenizer.encode("a", add_special_tokens=False)[-1:]
     if not letter:
         raise InputError(
-            "Got a tokenizer that makes no token of 'a', expected one for text", "Try classes of your own for by_class"
+            "Got a tokenizer that makes no token of 'a', expected one for text", "Pass your own classes to by_class"
         )
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}

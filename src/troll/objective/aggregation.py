@@ -43,7 +43,7 @@ def aggregate(
     if values.shape != loss_mask.shape:
         raise InputError(
             f"Got values {list(values.shape)} and loss_mask {list(loss_mask.shape)}, expected [B, T] for both",
-            "Try values.expand(B, T)",
+            "Pass values.expand(B, T)",
         )
     counted = loss_mask.bool()
     lengths = counted.sum(-1)
@@ -85,9 +85,10 @@ def _check(rule: Aggregation, max_length: int | None) -> None:
         raise InputError(
             f"Got aggregation={rule!r} with max_length={max_length}"
             ", expected max_length with 'constant', and only there",
-            "Try max_length=the longest completion the run allows, or aggregation='token_mean'",
+            "Pass the length of the longest completion the run allows as max_length, or aggregation='token_mean'",
         )
     if max_length is not None and max_length < 1:
         raise InputError(
-            f"Got max_length={max_length}, expected at least 1 token", "Try the longest completion the run allows"
+            f"Got max_length={max_length}, expected at least 1 token",
+            "Use the length of the longest completion the run allows",
         )

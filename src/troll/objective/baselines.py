@@ -52,9 +52,9 @@ def clip_loss(
     """
     for name, value, limit in (("clip_low", clip_low, 1.0), ("clip_high", clip_high, float("inf"))):
         if not 0 <= value <= limit:
-            raise InputError(f"Got {name}={value}, expected 0 ≤ {name} ≤ {limit}", "Try 0.2, the default")
+            raise InputError(f"Got {name}={value}, expected 0 ≤ {name} ≤ {limit}", "The default is 0.2")
     if dual_clip is not None and not dual_clip > 1:
-        raise InputError(f"Got dual_clip={dual_clip}, expected a number > 1, or None", "Try 3")
+        raise InputError(f"Got dual_clip={dual_clip}, expected a number > 1, or None", "A usual value is 3")
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
     ratio = ratios(proposal.sampled_log_probs - old.sampled_log_probs, batch.counted, importance_sampling_level)
     metrics = _metrics(proposal, old, batch, ratio, tail, impl)

@@ -53,13 +53,13 @@ class Batch:
             raise InputError(
                 f"Got a proposal over {list(proposal.shape)} positions and loss_mask {list(loss_mask.shape)}"
                 ", expected [B, T] for both",
-                "Try logits[None] and loss_mask[None] for a single sequence",
+                "Pass logits[None] and loss_mask[None] for a single sequence",
             )
         if old.shape != proposal.shape:
             raise InputError(
                 f"Got a proposal over {list(proposal.shape)} positions and an old policy over {list(old.shape)}"
                 ", expected the same positions for both",
-                "Try scoring the same completions with both",
+                "Score the same completions with both",
             )
         asked = loss_mask.bool()
         counted = asked & old.valid if proposal is old else asked & proposal.valid & old.valid
@@ -90,14 +90,14 @@ class Batch:
             raise InputError(
                 f"Got a {which} without a distribution at position {at}, which loss_mask counts"
                 ", expected a distribution at every counted position",
-                "Try the same loss_mask for sparsify and the loss, or on_invalid='mask' to leave such positions out",
+                "Use the same loss_mask for sparsify and the loss, or on_invalid='mask' to leave such positions out",
             )
         for name, x in (("advantages", self.advantages), ("importance_weights", self.weights)):
             if x is not None and not bool(x.isfinite().all()):
                 at = (~x.isfinite()).nonzero()[0].tolist()
                 raise InputError(
                     f"Got {name} {float(x[tuple(at)])} at position {at}, expected finite numbers",
-                    "Try looking at the reward of that sequence",
+                    "Check the reward of that sequence",
                 )
 
 
@@ -108,11 +108,11 @@ def _kind(x: object) -> str:
 def _per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
     """[B] or [B, T] → [B, T] with zeros outside the counted tokens."""
     if x.requires_grad:
-        raise InputError(f"Got {name} that require gradient, expected constants", f"Try {name}.detach()")
+        raise InputError(f"Got {name} that require gradient, expected constants", f"Pass {name}.detach()")
     if x.shape not in (counted.shape, counted.shape[:1]):
         raise InputError(
             f"Got {name} {list(x.shape)} for a batch {list(counted.shape)}"
             ", expected one per sequence [B] or one per token [B, T]",
-            f"Try {name}.reshape(B) or {name}.expand(B, T)",
+            f"Pass {name}.reshape(B) or {name}.expand(B, T)",
         )
     return torch.where(counted, x if x.dim() == 2 else x[:, None], 0.0)

@@ -43,14 +43,14 @@ class _Controller(Adaptive):
         check_positive(start=self.start, target=self.target, gain=self.gain)
         if not 1 < self.step < math.inf:
             raise InputError(
-                f"Got step={self.step}, expected a number > 1, the largest factor of one rollout", "Try step=1.5"
+                f"Got step={self.step}, expected a number > 1, the largest factor of one rollout", "Use step=1.5"
             )
         low, high = self.limits
         if not 0 < low <= self.start <= high < math.inf:
             raise InputError(
                 f"Got a start of {self.start} between lowest={low} and highest={high}"
                 ", expected 0 < lowest ≤ start ≤ highest < ∞",
-                "Try leaving lowest and highest out",
+                "Leave lowest and highest out to use the defaults",
             )
         self.now = self.start
 
@@ -86,7 +86,7 @@ def check_share(name: str, value: float) -> None:
     """Refuse what is no share of the tokens."""
     if not 0 < value < 1:
         raise InputError(
-            f"Got {name}={value}, expected a share of the tokens, between 0 and 1", f"Try {name}=0.03, three percent"
+            f"Got {name}={value}, expected a share of the tokens, between 0 and 1", f"Use {name}=0.03 for three percent"
         )
 
 

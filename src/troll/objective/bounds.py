@@ -75,7 +75,7 @@ class Adaptive:
             raise InputError(
                 f"Got a state of {sorted(state)} for {type(self).__name__}"
                 f", expected one of {sorted(self.state_dict())}",
-                "Try the state_dict() of a bound of the same kind",
+                "Pass the state_dict() of a bound of the same kind",
             )
         for name, value in state.items():
             setattr(self, name, value)
@@ -136,7 +136,7 @@ class ScheduledBound(Bound):
         if self.over < 1:
             raise InputError(
                 f"Got a schedule over {self.over} rollouts, expected at least 1",
-                "Try a third of the rollouts of the run",
+                "Use a third of the rollouts of the run",
             )
         check_kl_bound(self.start)
         check_kl_bound(self.end)
@@ -145,7 +145,7 @@ class ScheduledBound(Bound):
         if not max(self.start, self.end) < float("inf"):
             raise InputError(
                 f"Got a schedule from {self.start} to {self.end}, expected finite bounds",
-                "Try 1, which is hardly a bound",
+                "Use 1 for a bound that hardly acts",
             )
         self.now = self.start
 
@@ -177,11 +177,11 @@ class EntropyBound(Bound):
     def __post_init__(self) -> None:
         check_positive(kl_bound=self.kl_bound)
         if not 0 <= self.share <= 1:
-            raise InputError(f"Got share={self.share}, expected a number from 0 to 1", "Try share=0.25, the default")
+            raise InputError(f"Got share={self.share}, expected a number from 0 to 1", "The default is 0.25")
         if self.highest is not None and not self.highest >= self.kl_bound:
             raise InputError(
                 f"Got highest={self.highest} with kl_bound={self.kl_bound}, expected a cap that is not below the mean",
-                f"Try highest={10 * self.kl_bound:g}, or leaving it out",
+                f"Use highest={10 * self.kl_bound:g}, or leave it out",
             )
         self.now = self.kl_bound
 
@@ -223,7 +223,8 @@ class SequenceBound(Bound):
         check_kl_bound(self.kl_bound)
         if self.max_length is not None and self.max_length < 1:
             raise InputError(
-                f"Got max_length={self.max_length}, expected at least 1 token", "Try the longest completion of the run"
+                f"Got max_length={self.max_length}, expected at least 1 token",
+                "Use the length of the longest completion of the run",
             )
         self.now = self.kl_bound
 
@@ -250,5 +251,5 @@ def check_positive(**numbers: float) -> None:
     for name, value in numbers.items():
         if not (math.isfinite(value) and value > 0):
             raise InputError(
-                f"Got {name}={value}, expected a number > 0", f"Try {KL_BOUND}, or another positive number"
+                f"Got {name}={value}, expected a number > 0", f"Use {KL_BOUND}, or another positive number"
             )

@@ -61,7 +61,7 @@ def fused_troll_loss(
         raise InputError(
             f"Got hidden {list(hidden.shape)} and an old policy over {list(old.shape)} positions"
             ", expected [B, T, H] and [B, T]",
-            "Try hidden states that predict the sampled tokens: hidden[:, :-1]",
+            "Pass hidden states that predict the sampled tokens: hidden[:, :-1]",
         )
     checks: DeferredChecks = []  # run once all kernels are launched
     batch = Batch.of(old, old, advantages, loss_mask, importance_weights, "raise", checks)

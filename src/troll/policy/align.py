@@ -102,7 +102,7 @@ def _bucket(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:
         raise InputError(
             "Got a proposal on a support of its own with tail='bucket'"
             ", expected a proposal on the support of the old policy",
-            "Try troll.restrict(logits, old) instead of troll.sparsify for the proposal, or tail='floor'",
+            "Make the proposal with troll.restrict(logits, old), or pass tail='floor'",
         )
     p = torch.cat([proposal.log_probs, proposal.log_tail.unsqueeze(-1)], dim=-1)
     q = torch.cat([old.log_probs, old.log_tail.unsqueeze(-1)], dim=-1)
@@ -113,7 +113,7 @@ def _check_pair(proposal: SparsePolicy, old: SparsePolicy) -> None:
     if old.log_probs.requires_grad or old.log_tail.requires_grad:
         raise InputError(
             "Got an old policy that requires gradient, expected a constant",
-            "Try torch.no_grad() when scoring it, or old.detach()",
+            "Score it under torch.no_grad(), or pass old.detach()",
         )
     for name, a, b, hint in (
         ("shape", list(proposal.shape), list(old.shape), "scoring the same completions with both"),
@@ -130,7 +130,7 @@ def _check_pair(proposal: SparsePolicy, old: SparsePolicy) -> None:
         raise InputError(
             "Got a proposal and an old policy with different sampled tokens"
             ", expected the same completion scored by both",
-            "Try checking that both were given the same sampled ids, in the same order of sequences",
+            "Check that both were given the same sampled ids, in the same order of sequences",
         )
 
 

@@ -234,17 +234,21 @@ def _check(head: Head, hidden: Tensor, positions: torch.Size) -> None:
     weight, bias = head.weight, head.bias
     if not hidden.is_floating_point():
         raise InputError(
-            f"Got hidden of {hidden.dtype}, expected a floating type", "Try the output of the model's last layer"
+            f"Got hidden of {hidden.dtype}, expected a floating type", "Pass the output of the model's last layer"
         )
     if weight.dim() != 2 or hidden.shape != (*positions, weight.shape[1]):
         raise InputError(
             f"Got hidden {list(hidden.shape)}, positions {list(positions)}, weight {list(weight.shape)}"
             ", expected [..., H], [...] and [V, H]",
-            "Try hidden states that predict the sampled tokens: hidden[:, :-1] and input_ids[:, 1:]",
+            "Pass hidden states that predict the sampled tokens: hidden[:, :-1] and input_ids[:, 1:]",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InputError(f"Got bias {list(bias.shape)} for weight {list(weight.shape)}, expected [V]", "Try bias=None")
+        raise InputError(
+            f"Got bias {list(bias.shape)} for weight {list(weight.shape)}, expected [V]",
+            "Pass bias=None if the head has none",
+        )
     if head.softcap is not None and not head.softcap > 0:
         raise InputError(
-            f"Got softcap={head.softcap}, expected a number > 0, or None", "Try final_logit_softcapping of the model"
+            f"Got softcap={head.softcap}, expected a number > 0, or None",
+            "Use final_logit_softcapping of the model's config",
         )

@@ -108,7 +108,8 @@ def plan(products: TiledMatmul, needs_weight: bool, budget: int | None) -> Plan:
         budget = BUDGET.get(products.hidden.device.type, BUDGET["other"])
     elif budget <= 0:
         raise InputError(
-            f"Got memory_budget={budget}, expected bytes, at least 1", "Try memory_budget=None, or 3 * 2**30"
+            f"Got memory_budget={budget}, expected bytes, at least 1",
+            "Pass memory_budget=None for the default, or a number such as 3 * 2**30",
         )
     if products.dtype == torch.float16:
         return Plan("recompute", 0)

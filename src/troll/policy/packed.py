@@ -42,18 +42,18 @@ class PackedPolicy:
         policy = policy.detach()
         if policy.vocab_size > 1 << (8 * _ID_BYTES):
             raise InputError(
-                f"Got a vocabulary of {policy.vocab_size}, expected at most 2²⁴ tokens", "Try keeping the padded form"
+                f"Got a vocabulary of {policy.vocab_size}, expected at most 2²⁴ tokens", "Keep the padded form"
             )
         if policy.token_ids.shape[-1] > torch.iinfo(torch.int16).max:
             raise InputError(
                 f"Got {policy.token_ids.shape[-1]} slots per position, expected at most 32,767",
-                "Try a smaller max_support (64)",
+                "Use a smaller max_support; the default is 64",
             )
         used = policy.token_ids >= 0
         if bool((used[..., 1:] & ~used[..., :-1]).any()):
             raise InputError(
                 "Got a policy with unused slots between used ones, expected unused slots at the end",
-                "Try packing a sparsified policy",
+                "Pack a sparsified policy, as troll.sparsify returns it",
             )
         at = used.flatten().nonzero()[:, 0]
         ids = policy.token_ids.flatten()[at].to(torch.int32)
@@ -119,7 +119,7 @@ class PackedPolicy:
             raise InputError(
                 f"Got a policy of {self.log_probs.dtype} over {list(self.counts.shape)} positions"
                 ", expected float32 over [n]",
-                "Try one sequence at a time: packed.sequences()",
+                "Store one sequence at a time: packed.sequences()",
             )
         return torch.cat([getattr(self, name).contiguous().view(torch.uint8).flatten() for name in _TENSORS])
 
@@ -133,7 +133,7 @@ class PackedPolicy:
             raise InputError(
                 f"Got {list(data.shape)} of {data.dtype} for {positions} positions"
                 ", expected 6 bytes a position and 7 a kept token",
-                "Try the positions these bytes were made for",
+                "Pass the number of positions these bytes were made for",
             )
         counts, ids, log_probs, log_tail = torch.split(data, [2 * positions, _ID_BYTES * nnz, 4 * nnz, 4 * positions])
         return cls(
@@ -158,6 +158,6 @@ def _alike(policies: Sequence[PackedPolicy]) -> PackedPolicy:
     if any((p.vocab_size, p.temperature) != (first.vocab_size, first.temperature) for p in policies):
         raise InputError(
             "Got policies over different vocabularies or at different temperatures, expected one of each",
-            "Try one rollout",
+            "Pack policies of one rollout only",
         )
     return first

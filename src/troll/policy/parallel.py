@@ -101,7 +101,7 @@ class _Shard(NamedTuple):
             raise InputError(
                 f"Got widths={list(shares)} for {size} processes, of which number {rank} has {width} columns"
                 ", expected the number of columns of every process, in the order of the ranks",
-                "Try leaving widths out where all have the same number",
+                "Leave widths out if all processes have the same number",
             )
         return cls(group, shares, sum(shares[:rank]), width)
 
@@ -164,7 +164,7 @@ class _ShardRows(_Rows):
         raise InputError(
             f"Got {self.shard.width} columns in process {dist.get_rank(self.shard.group)}, another number elsewhere"
             ", expected the same number in all, or widths that say how many each has",
-            f"Try widths=[…], {len(self.shard.widths)} numbers, the same in every process",
+            f"Pass widths=[…], {len(self.shard.widths)} numbers, the same in every process",
         )
 
 

@@ -129,7 +129,7 @@ def check_temperature(temperature: float) -> None:
     """Refuse a temperature that is not a positive number."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise InputError(
-            f"Got temperature={temperature}, expected a number > 0", "Try the temperature the rollout was sampled with"
+            f"Got temperature={temperature}, expected a number > 0", "Pass the temperature the rollout was sampled with"
         )
 
 
@@ -139,15 +139,15 @@ def _check_form(policy: SparsePolicy) -> None:
         raise InputError(
             f"Got token_ids {list(ids.shape)}, log_probs {list(log_probs.shape)}, log_tail {list(log_tail.shape)}"
             ", expected shapes [..., K], [..., K] and [...] with K ≥ 1",
-            "Try troll.sparsify(logits, sampled), which makes all three",
+            "Use troll.sparsify(logits, sampled), which makes all three",
         )
     if ids.dtype != torch.int64:
-        raise InputError(f"Got token_ids of {ids.dtype}, expected int64", "Try token_ids.long()")
+        raise InputError(f"Got token_ids of {ids.dtype}, expected int64", "Pass token_ids.long()")
     if log_probs.dtype not in (torch.float32, torch.float64) or log_tail.dtype != log_probs.dtype:
         raise InputError(
             f"Got log_probs of {log_probs.dtype}, log_tail of {log_tail.dtype}"
             ", expected float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
-            "Try taking the log-softmax in float32: logits.float().log_softmax(-1)",
+            "Take the log-softmax in float32: logits.float().log_softmax(-1)",
         )
     check_temperature(policy.temperature)
 

@@ -79,9 +79,9 @@ def restrict(
 def check_support(max_support: int, tail_mass: float) -> None:
     """Refuse a support that no policy can have."""
     if max_support < 1:
-        raise InputError(f"Got max_support={max_support}, expected at least 1 token", "Try 64, the default")
+        raise InputError(f"Got max_support={max_support}, expected at least 1 token", "The default is 64")
     if not 0 <= tail_mass < 1:
-        raise InputError(f"Got tail_mass={tail_mass}, expected 0 ≤ tail_mass < 1", "Try 1e-5, the default")
+        raise InputError(f"Got tail_mass={tail_mass}, expected 0 ≤ tail_mass < 1", "The default is 1e-5")
 
 
 def check_vocabulary(given: int, old: int) -> None:
@@ -89,7 +89,7 @@ def check_vocabulary(given: int, old: int) -> None:
     if given != old:
         raise InputError(
             f"Got logits over {given} tokens and an old policy over {old}, expected the same vocabulary",
-            "Try scoring both with the same model (and the same padding of its embedding)",
+            "Score both with the same model (and the same padding of its embedding)",
         )
 
 
@@ -111,13 +111,13 @@ class Positions:
     ) -> None:
         if sampled.is_floating_point() or sampled.is_complex() or sampled.dtype == torch.bool:
             raise InputError(
-                f"Got sampled of {sampled.dtype}, expected integers", "Try the sampled token ids: sampled.long()"
+                f"Got sampled of {sampled.dtype}, expected integers", "Pass the sampled token ids, as sampled.long()"
             )
         if loss_mask is not None and loss_mask.shape != sampled.shape:
             raise InputError(
                 f"Got loss_mask {list(loss_mask.shape)} for positions {list(sampled.shape)}"
                 ", expected one entry per position",
-                "Try the mask of the completion tokens, aligned with the sampled tokens",
+                "Pass the mask of the completion tokens, aligned with the sampled tokens",
             )
         require_choice("on_invalid", on_invalid, ("raise", "mask"))
         check_temperature(temperature)
@@ -141,7 +141,7 @@ class Positions:
             raise InputError(
                 f"Got sampled token {int(self.sampled[bad][0])} at position {self._name(bad)}"
                 f", expected ids from 0 to {self.vocab_size - 1}",
-                "Try the tokenizer of this model; padding positions belong under loss_mask",
+                "Use the tokenizer of this model, and exclude padding positions with loss_mask",
             )
 
     def check(self, slot_0: Tensor, scaled_logits: Callable[[int], Tensor]) -> DeferredCheck:
@@ -162,13 +162,13 @@ class Positions:
             raise InputError(
                 f"Got sampled token {int(self.sampled[row])} with logit −inf at position {self._name(bad)}"
                 ", expected a sampled token that can be sampled",
-                "Try scoring without top-k, top-p or min-p truncation, and sampled ids aligned with the logits",
+                "Score without top-k, top-p or min-p truncation, and align the sampled ids with the logits",
             )
         what = f"logit {float(z[culprit[0]])} of token {culprit[0]}" if culprit else "only −inf logits"
         raise InputError(
             f"Got {what} at position {self._name(bad)} ({int(bad.sum())} such positions)"
             ", expected finite logits, or −inf for tokens that are excluded",
-            "Try on_invalid='mask' to leave such positions out and count them, or a smaller learning rate",
+            "Lower the learning rate, or pass on_invalid='mask' to leave such positions out and count them",
         )
 
     def _name(self, bad: Tensor) -> list[int]:
@@ -188,11 +188,13 @@ class _Rows(Positions):
         skip: Tensor | None = None,
     ) -> None:
         if not logits.is_floating_point():
-            raise InputError(f"Got logits of {logits.dtype}, expected a floating type", "Try the model's output logits")
+            raise InputError(
+                f"Got logits of {logits.dtype}, expected a floating type", "Pass the model's output logits"
+            )
         if logits.dim() < 1 or logits.shape[-1] < 1 or sampled.shape != logits.shape[:-1]:
             raise InputError(
                 f"Got logits {list(logits.shape)} and sampled {list(sampled.shape)}, expected [..., V] and [...]",
-                "Try logits that predict the sampled tokens: logits[:, :-1] and input_ids[:, 1:]",
+                "Pass logits that predict the sampled tokens: logits[:, :-1] and input_ids[:, 1:]",
             )
         super().__init__(logits.shape[-1], sampled, temperature, loss_mask, on_invalid, skip)
         self.logits = logits.reshape(-1, logits.shape[-1]) if sampled.dim() != 1 else logits

@@ -34,7 +34,7 @@ def check_shapes(proposal: Tensor, old: Tensor) -> None:
         raise InputError(
             f"Got proposal {list(proposal.shape)} and old {list(old.shape)}"
             ", expected the same shape [..., K] with K ≥ 1",
-            "Try troll.policy.align, which brings two sparse policies onto one support",
+            "Use troll.policy.align, which brings two sparse policies onto one support",
         )
 
 
@@ -44,12 +44,12 @@ def check_types(proposal: Tensor, old: Tensor) -> None:
         raise InputError(
             f"Got proposal of {proposal.dtype}, old of {old.dtype}"
             ", expected float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
-            "Try logits.float().log_softmax(-1)",
+            "Use logits.float().log_softmax(-1)",
         )
     if old.requires_grad:
         raise InputError(
             "Got an old policy that requires gradient, expected a constant",
-            "Try torch.no_grad() when scoring it, or old.detach()",
+            "Score it under torch.no_grad(), or pass old.detach()",
         )
 
 
@@ -65,7 +65,7 @@ def check_lost_mass(lost: Tensor, max_lost_mass: float) -> None:
         raise InputError(
             f"Got a proposal with {float(lost.mean()):.3g} of its mass, on average, on tokens the old one excludes, "
             f"expected at most max_lost_mass={max_lost_mass}",
-            "Try scoring both policies without top-k, top-p or min-p truncation, or truncating both to the same tokens",
+            "Score both policies without top-k, top-p or min-p truncation, or truncate both to the same tokens",
         )
 
 
@@ -80,7 +80,7 @@ def jagged_rows(proposal: Any, old: Any) -> tuple[Tensor, Tensor, Tensor]:
     raise InputError(
         f"Got proposal {_form(proposal)} and old {_form(old)}"
         ", expected two dense tensors, or two jagged ones [N, *] with the same offsets",
-        "Try torch.nested.nested_tensor_from_jagged(values, offsets) for both",
+        "Use torch.nested.nested_tensor_from_jagged(values, offsets) for both",
     )
 
 
@@ -121,12 +121,12 @@ def _refuse_content(proposal: Tensor, old: Tensor, norms: list[Tensor]) -> None:
             raise InputError(
                 f"Got {name} with log-probability {float(x[tuple(at)])} at position {at[:-1]}, token {at[-1]}"
                 ", expected log-probabilities: finite, or −inf for excluded tokens",
-                "Try masking that position out before the projection, and looking for what made its logits NaN or inf",
+                "Mask that position out before the projection, and find out why its logits are NaN or inf",
             )
         if bool(unnormalised.any()):
             at = unnormalised.nonzero()[0].tolist()
             raise InputError(
                 f"Got {name} whose probabilities sum to {float(norm[tuple(at)].exp()):.6g} at position {at}"
                 ", expected log-probabilities that are normalised over the support",
-                "Try torch.log_softmax(logits, dim=-1)",
+                "Use torch.log_softmax(logits, dim=-1)",
             )

@@ -186,6 +186,6 @@ def expand_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -> T
     if bound.shape not in (torch.Size(), shape):
         raise InputError(
             f"Got kl_bound {list(bound.shape)} for positions {list(shape)}, expected one number, or one per position",
-            "Try a float",
+            "Pass a float, or a tensor with one bound per position",
         )
     return bound.expand(shape)
