@@ -319,7 +319,7 @@ def test_old_log_probabilities_that_are_not_those_of_the_recorded_policies_are_a
         return output
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", other)
-    with pytest.raises(RuntimeError, match="not those of the first pass of its policy"):
+    with pytest.raises(RuntimeError, match="do not come from the first scoring pass of its policy"):
         with_rollout(ours(tmp_path))
 
 

@@ -362,7 +362,7 @@ def test_the_schedule_is_as_explained(tmp_path: Path) -> None:
     assert uneven.trust_region_can_act
     both = trl_cases.config(tmp_path, num_generations=8, updates_per_generation=4, num_iterations=2)
     assert (both.steps_per_generation, both.steps_per_rollout) == (2, 4)
-    with pytest.raises(InputError, match="a schedule that agrees"):
+    with pytest.raises(InputError, match="updates_per_generation=4 contradicts steps_per_generation=2"):
         trl_cases.config(tmp_path, updates_per_generation=4, steps_per_generation=2)
 
 

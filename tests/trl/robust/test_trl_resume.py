@@ -261,8 +261,8 @@ def test_a_missing_rollout_is_not_passed_over_in_silence(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         resume(tmp_path, checkpoint)
     unchecked, missing = [r.getMessage() for r in caplog.records if r.name.startswith("troll")]
-    assert "taken unchecked: it has no manifest.json" in unchecked
-    assert "is missing: if the checkpoint is inside a rollout, another one is generated" in missing
+    assert "is used unchecked: it has no manifest.json" in unchecked
+    assert "is missing. If the checkpoint is inside a rollout, a new rollout is generated." in missing
 
 
 @pytest.mark.parametrize("after", [2, 4, 6, 8, 10])

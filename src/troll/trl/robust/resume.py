@@ -117,7 +117,7 @@ class ExactResume(GRPOTrainer):
 
     def _load_rollout(self, path: Path) -> None:
         if not path.exists():
-            logger.warning(f"{path} is missing: a checkpoint inside a rollout continues with a new rollout.")
+            logger.warning(f"{path} is missing. If the checkpoint is inside a rollout, a new rollout is generated.")
             return
         saved = rollout_state.schedule(path)
         state = rollout_state.sampler(path)

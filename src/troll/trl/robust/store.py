@@ -125,7 +125,7 @@ def verify(checkpoint: Path) -> str | None:
             return f"its {MANIFEST} is damaged"
         files = {checkpoint / name: entry for name, entry in manifest["files"].items()}
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: it is incomplete, or was not written by troll"
+        return f"it has no {MANIFEST} (it is incomplete, or was not written by troll)"
     except OSError as error:
         return f"its {MANIFEST} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
