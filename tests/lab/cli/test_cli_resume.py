@@ -197,7 +197,7 @@ def test_other_settings_that_are_allowed_hold_from_then_on(
     monkeypatch.delenv("FAIL_AT")
     real = sys.modules["troll.trl.robust.fingerprint"].versions()  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("troll.trl.robust.fingerprint.versions", lambda: {**real, "torch": "0.1"})
+        patch.setattr("troll.trl.robust.fingerprint.versions", lambda *_: {**real, "torch": "0.1"})
         capsys.readouterr()
         assert resume(early) == 2
     err = capsys.readouterr().err
@@ -414,7 +414,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     identity = json.loads((run.path / "checkpoint-6" / "troll.json").read_text())["identity"]
     assert {"bound", "reward_errors"} <= identity["settings"].keys()
     assert "held_out_size" in config.read_text()
-    monkeypatch.setattr("troll.trl.robust.fingerprint.versions", lambda: identity["versions"])
+    monkeypatch.setattr("troll.trl.robust.fingerprint.versions", lambda *_: identity["versions"])
     monkeypatch.chdir(tmp_path)
     return run
 
@@ -446,7 +446,7 @@ def test_a_changed_run_of_version_0_1_0_is_refused_with_what_changed(
         flags, changed = ["--on_invalid_reward", "mask"], r"\(on_invalid_reward: raise → mask\)"
     elif what == "version":
         versions = sys.modules["troll.trl.robust.fingerprint"].versions()  # type: ignore[attr-defined]
-        monkeypatch.setattr("troll.trl.robust.fingerprint.versions", lambda: {**versions, "torch": "0.1"})
+        monkeypatch.setattr("troll.trl.robust.fingerprint.versions", lambda *_: {**versions, "torch": "0.1"})
         changed = rf"\(versions\.torch: {re.escape(versions['torch'])} → 0\.1\)"
     else:
         reward = tmp_path / "old_reward.py"
