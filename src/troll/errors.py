@@ -14,10 +14,7 @@ class InputError(ValueError):
     troll.errors.InputError: kl_bound must be ≥ 0, got -1. The default is 0.2.
     """
 
-    def __init__(self, problem: str, fix: str, hint: str | None = None) -> None:
-        if hint is not None:  # given, expected, hint: the former wording
-            self.given, self.expected, self.hint = problem, fix, hint
-            problem, fix = f"Got {problem}, expected {fix}", f"Try {hint}"
+    def __init__(self, problem: str, fix: str) -> None:
         self.problem, self.fix = problem, fix
         super().__init__(f"{_ended(problem)} {_ended(fix)}")
 
