@@ -172,9 +172,9 @@ def test_other_settings_are_refused_at_once(
         (["--seed", "3", "--eval_steps", "2"], "(seed: 0 → 3)"),
         (["--task", "gym:gcd"], "(task: arithmetic → gym:gcd)"),
         (["--lr_scheduler_type", "linear", "--max_steps", "9"], "(max_steps: 8 → 9; lr_scheduler_type: "),
-        (["--engine", "verl", "--allow_changes"], "--engine verl for a run of trl"),
-        (["--run_name", "x"], "--resume with --run_name"),
-        (["--dry_run"], "--resume with --dry_run"),
+        (["--engine", "verl", "--allow_changes"], "--engine verl, but the run was started with trl"),
+        (["--run_name", "x"], "--resume cannot be combined with --run_name"),
+        (["--dry_run"], "--resume cannot be combined with --dry_run"),
     ]:
         assert resume(early, *more) == 2
         assert said in capsys.readouterr().err
@@ -222,8 +222,7 @@ def test_other_code_and_data_are_refused_and_leave_the_run_as_it_was(
     monkeypatch.delenv("SIGNAL_AT")
     with pytest.MonkeyPatch.context() as patch:
         if what == "code":
-            code = (("policy/head.py", "0123456789abcdef"),)
-            patch.setattr("troll.trl.robust.fingerprint.sources", lambda: code)
+            patch.setattr("troll.__version__", "0.0.1")
         elif what == "reward":
             rewards.write_text(rewards.read_text() + "\n# other\n")
         else:
@@ -231,7 +230,10 @@ def test_other_code_and_data_are_refused_and_leave_the_run_as_it_was(
             data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         before = files(run)
         assert resume(run) == 2
-        expected = {"code": r"code\.[\w/.]+: \w{16} → ", "reward": r"rewards\.interrupts: \w{16} → \w{16}\)"}
+        expected = {
+            "code": r"versions\.troll: [\w.+]+ → 0\.0\.1\)",
+            "reward": r"rewards\.interrupts: \w{16} → \w{16}\)",
+        }
         err = capsys.readouterr().err
         assert re.search(expected.get(what, r"data\.\w+\.first_rows: \w{16} → \w{16}"), err), err
         assert files(run) == before
@@ -322,7 +324,7 @@ def test_a_signal_while_the_model_is_loaded(
     monkeypatch.setattr("troll.lab.training.run.create_model_from_path", lambda *_, **__: signal.raise_signal(15))
     assert main(flags(tmp_path / "new")) == 130
     out, err = capsys.readouterr()
-    assert (out.splitlines()[-1], err) == ("Stopped before the first update: nothing is kept.", "troll: stopped\n")
+    assert (out.splitlines()[-1], err) == ("Stopped before the first update. Nothing was saved.", "troll: stopped\n")
     assert not list((tmp_path / "new").iterdir())
     before = files(early)
     assert resume(early) == 130
