@@ -158,7 +158,7 @@ def test_the_old_policy_is_at_most_what_is_packed(tied: str) -> None:
 
 def test_the_fullest_moment_is_learning_or_generating(tied: str) -> None:
     learning = ("gradients", "activations", "logits and head")
-    generating = ("key-value cache", "generation besides")
+    generating = ("key-value cache", "generation buffers")
     for changes, out in (({"updates_per_generation": 1}, generating), ({"updates_per_generation": 64}, learning)):
         found = of(tied, **changes)
         assert found.most == sum(x for name, x in found.memory.items() if name not in out)
@@ -251,7 +251,7 @@ def test_what_is_printed(tied: str) -> None:
     assert [line for line in lines if line and not line.startswith(" ")] == ["Memory, about", "Time, about", "Assumed"]
     text = "\n".join(" ".join(line.split()) for line in lines)
     found = of(tied, prompt=12)
-    assert f"weights {4 * ModelShape.of(tied).parameters / 1e9:.2f} GB" in text
+    assert f"parameters {4 * ModelShape.of(tied).parameters / 1e9:.2f} GB" in text
     assert "10 updates; between" in text
     assert "prompts of 12 tokens, and every completion as long as it may be: 6" in text
     assert "1 GFLOP/s in a model, 1 GB/s" in text
@@ -279,7 +279,7 @@ def test_the_speed_is_measured() -> None:
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="There is no model folder"):
         of(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(InputError, match=r"no model\.safetensors"):
