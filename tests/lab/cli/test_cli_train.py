@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -343,7 +344,8 @@ def test_what_a_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert said[1] == f"{shared() / 'model'} → {run.path}"
     assert [line.split("  ")[0] for line in said if "tokens/s" in line] == ["step 8/8"]
     assert [line.split(":")[0] for line in said if "held-out reward" in line] == ["step 0", "step 4", "step 8"]
-    assert said[-1] == "No token left the trust region of inf: it changed nothing in this run."
+    assert said[-2] == "No token was projected: the run is the same as without a trust region."
+    assert re.fullmatch(r"Token KL to the old policy: mean [\d.]+, largest ([\d.]+), after projection \1\.", said[-1])
 
 
 EVIL = """\
