@@ -29,6 +29,7 @@ from trl import GRPOConfig
 import troll
 import troll.trl
 from troll.errors import InputError
+from troll.objective.metrics import IMPORTANT
 from troll.trl import TROLLConfig
 from troll.trl.config import LOSS_TYPES
 from troll.trl.estimators import Estimator
@@ -117,9 +118,31 @@ def test_the_diff_changes_two_words() -> None:
         assert new.replace("TROLLConfig", "GRPOConfig").replace("TROLLTrainer", "GRPOTrainer") == old
 
 
+RECORDED = """
+import runpy
+from troll.trl import TROLLTrainer
+
+class Recorded(TROLLTrainer):
+    def train(self):
+        super().train()
+        self.save_state()
+
+import troll.trl
+troll.trl.TROLLTrainer = Recorded
+runpy.run_path({program!r}, run_name="__main__")
+"""
+"""Runs a program and saves everything that is logged, of which the five most important metrics are printed."""
+
+
 def test_the_program_runs_with_the_two_words(tmp_path: Path) -> None:
-    history = printed(run(EXAMPLES / "minimal.py", "--tiny", "--output_dir", "out", folder=tmp_path))
+    (tmp_path / "recorded.py").write_text(RECORDED.format(program=str(EXAMPLES / "minimal.py")))
+    shown = printed(run(tmp_path / "recorded.py", "--tiny", "--output_dir", "out", folder=tmp_path))
+    history = saved(tmp_path / "out")
     assert_bound_acts_and_holds(history, DEFAULT)
+    assert len(shown) == len(history)
+    for line, entry in zip(shown, history, strict=True):
+        assert {name for name in line if name.startswith("troll/")} == {f"troll/{name}" for name in IMPORTANT}
+        assert line == pytest.approx({name: entry[name] for name in line}, rel=1e-3)  # printed with four digits
     assert moved(tmp_path / "out") > 1e-2
 
 
@@ -273,7 +296,9 @@ def test_help_teaches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         for field in dataclasses.fields(TROLLConfig):
             assert f"--{field.name}" in shown
         bound = TROLLConfig.__dataclass_fields__["kl_bound"].metadata["help"]
-        assert f"{bound} (default: 0.05)" in " ".join(shown.split())
+        assert "0.05 with preset 'paper'" in bound
+        assert bound in " ".join(shown.split())
+        assert "as in the paper. (default: paper)" in " ".join(shown.split())
         assert "(default: constant)" in shown  # the program's own settings
 
 
