@@ -69,10 +69,13 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "bf16 measured clip": {"bf16": True, "trust_region": "clip", "measure_kl": True},
     "bf16, outputs rounded": {"bf16": True},
-    "network bound": {"bound": "network", "bound_target": 0.15, "regression_tolerance": 0.6},
-    "projected bound": {"bound": "projected", "bound_target": 0.4},
-    "entropy bound": {"bound": "entropy"},
-    "sequence bound": {"bound": "sequence", "sequence_kl_bound": 0.1},
+    "network bound": {
+        "kl_bound_schedule": "network target=0.15",
+        "regression_coef_schedule": "projected target=0.6",
+    },
+    "projected bound": {"kl_bound_schedule": "projected target=0.4"},
+    "entropy bound": {"kl_bound_schedule": "entropy"},
+    "sequence bound": {"kl_bound_schedule": "sequence limit=0.1"},
     "scaled pull": {"scale_regression": True, "advantage_estimator": "rloo", "learning_rate": 0.3},
     "resumed": {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0},
 }
