@@ -146,9 +146,9 @@ def test_the_first_arm_is_compared_with_the_others(tmp_path):
 @pytest.mark.parametrize(
     ("arms", "problem"),
     [
-        (["troll", "ppo"], "got 'ppo'"),
-        (["troll", "clip", "troll"], "--arms has troll 2 times"),
-        (["troll"], "--arms troll names one arm, a comparison needs two"),
+        (["troll", "ppo"], "--arms has the unknown arm 'ppo'"),
+        (["troll", "clip", "troll"], "--arms contains troll 2 times"),
+        (["troll"], "--arms troll names one arm, but a comparison needs two"),
         ([], "--arms names no arm"),
     ],
 )
@@ -160,7 +160,7 @@ def test_arms_that_cannot_be_compared(arms, problem):
 @pytest.mark.parametrize(
     ("seeds", "problem"),
     [
-        ([0, 1, 0], "--seeds has 0 2 times"),
+        ([0, 1, 0], "--seeds contains the seed 0 2 times"),
         ([-1], "got -1"),
         ([2**32], "got 4294967296"),
         ([], "names no seed"),

@@ -142,7 +142,8 @@ def existing_folder(given: str, runs_dir: str, expected: str = "run or compariso
         return folder
     names = sorted(x.parent.name for name in (ABOUT, COMPARISON) for x in Path(runs_dir).glob(f"*/{name}"))
     known = f"It has: {', '.join(names[:8])}" + (", …" if len(names) > 8 else "")
+    command = "compare" if expected == "comparison" else "train"
     raise InputError(
         f"There is no {expected} {given!r} in {Path(runs_dir)}",
-        known if names else "Start one with `troll train`, or pass --runs_dir",
+        known if names else f"Start one with `troll {command}`, or pass --runs_dir",
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from troll.errors import InputError, require_choice
+from troll.errors import InputError
 from troll.lab.runs.arms import ARMS
 from troll.lab.runs.folder import ABOUT, COMPARISON, FORMAT, Comparison, Line, Run
 from troll.lab.runs.statistics import column, compare, finite, interval, mean
@@ -30,19 +30,24 @@ class Measure:
 def check_arms(arms: Sequence[str]) -> None:
     """Refuse unknown or repeated arms, and fewer than two."""
     for arm in arms:
-        require_choice("--arms", arm, ARMS)
+        if arm not in ARMS:
+            raise InputError(f"--arms has the unknown arm {arm!r}", f"Choose from {', '.join(ARMS)}")
         if arms.count(arm) > 1:
-            raise InputError(f"--arms has {arm} {arms.count(arm)} times", "Give every arm once")
+            raise InputError(f"--arms contains {arm} {arms.count(arm)} times", "Give every arm once")
     if len(arms) < 2:
         given = f"--arms {' '.join(arms)} names one arm" if arms else "--arms names no arm"
-        raise InputError(f"{given}, a comparison needs two", "Try --arms troll clip, or `troll train` for a single run")
+        raise InputError(
+            f"{given}, but a comparison needs two", "Try --arms troll clip, or `troll train` for a single run"
+        )
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
     """Refuse repeated seeds and numbers that are not valid seeds."""
     for seed in seeds:
         if seeds.count(seed) > 1:
-            raise InputError(f"--seeds has {seed} {seeds.count(seed)} times", "Give every seed once: --seeds 0 1 2")
+            raise InputError(
+                f"--seeds contains the seed {seed} {seeds.count(seed)} times", "Give every seed once: --seeds 0 1 2"
+            )
         if not 0 <= seed < 2**32:
             raise InputError(f"a seed must be an integer from 0 to 4294967295, got {seed}", "Try --seeds 0 1 2")
     if not seeds:
