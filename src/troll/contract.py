@@ -28,20 +28,21 @@ if they are optional.
 """
 
 
-def check_contract(package: str, supported: str, contract: Contract) -> None:
-    """Raise an ``ImportError`` for the first entry that does not hold in the installed version of a package.
+def check_contract(supported: Mapping[str, str], contract: Contract) -> None:
+    """Raise an ``ImportError`` for the first entry that does not hold in the installed versions of other packages.
 
     Args:
-        package: its name, as ``pip`` knows it.
-        supported: the versions that are supported, ``">=0.9,<0.10"``.
-        contract: what is used of it.
+        supported: the packages, as ``pip`` knows them, and their supported versions, ``{"verl": ">=0.9,<0.10"}``.
+        contract: what is used of them.
     """
     for name, expected in contract.items():
         problem = broken(name, expected)
         if problem:
+            installed = ", ".join(f"{package} {_version(package)}" for package in supported)
+            wanted = [f"{package}{versions}" for package, versions in supported.items()]
             raise ImportError(
-                f"{name.replace(':', '.')} {problem} in {package} {_version(package)}; troll supports "
-                f"{package}{supported}. Install it with: pip install '{package}{supported}'"
+                f"{name.replace(':', '.')} {problem} ({installed} installed); troll supports {', '.join(wanted)}. "
+                f"Install supported versions with: pip install {' '.join(map(repr, wanted))}"
             )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from troll.errors import InputError, require_choice
 from troll.policy.sparse import MadeBy, SparsePolicy
 
-Tail = Literal["floor", "bucket"]
+Tail = Literal["bucket", "floor"]
 TAIL: Tail = "bucket"
 """The default."""
 LOG_FLOOR = -27.631021115928547  # log 1e-12

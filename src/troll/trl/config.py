@@ -14,10 +14,12 @@ from troll.objective import check_regression_coef, trust_region_can_act
 from troll.objective.presets import PRESETS, PresetName, resolve
 from troll.policy import Tail, check_support
 from troll.projection import check_kl_bound
+from troll.trl import contract
 from troll.trl.estimators import Estimator
 from troll.trl.robust.reward_checks import OnInvalidReward
 from troll.trl.trust_region import check_schedules
 
+contract.check()
 logger = get_logger(__name__)
 
 TrustRegion = Literal["troll", "clip", "none"]

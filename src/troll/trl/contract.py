@@ -10,6 +10,8 @@ import functools
 from troll.contract import ATTRIBUTE, EXISTS, Contract, check_contract
 
 SUPPORTED = ">=1.16,<1.17"
+TRANSFORMERS = ">=5.3"
+"""Of transformers, whose ``Trainer`` has many of the methods below."""
 
 _TRAINER = "trl:GRPOTrainer"
 
@@ -89,4 +91,4 @@ FUNCTIONS: Contract = {
 @functools.cache
 def check() -> None:
     """Raise an ``ImportError`` if the installed TRL or transformers does not have what is in these tables."""
-    check_contract("trl", SUPPORTED, {**TRAINER, **FUNCTIONS})
+    check_contract({"trl": SUPPORTED, "transformers": TRANSFORMERS}, {**TRAINER, **FUNCTIONS})

@@ -89,4 +89,4 @@ AGENT_LOOP: Contract = {
 def check(*tables: Contract) -> None:
     """Raise an ``ImportError`` if the installed verl does not have what is in these tables."""
     for table in tables:
-        check_contract("verl", SUPPORTED, table)
+        check_contract({"verl": SUPPORTED}, table)

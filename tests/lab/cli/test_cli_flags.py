@@ -205,3 +205,12 @@ def test_the_config_of_an_older_run_is_read_with_the_present_names(tmp_path: Pat
     (tmp_path / "run.json").write_text("{}")
     flags = Flags(["--config", str(tmp_path / "c.yaml")])
     assert (flags.run().eval_size, flags.run().allow_unsandboxed_code, flags.value("seed", 0)) == (4, True, 3)
+
+
+def test_an_explicit_preset_wins_over_the_settings_of_the_embedded_model() -> None:
+    """Which has a regression coefficient of its own, 0.1."""
+    usual, chosen = (defaults("smollm2-135m", {}, False, preset_given=x) for x in (False, True))
+    assert usual["regression_coef"] == 0.1
+    assert "regression_coef" not in chosen
+    args, _ = Flags(["--preset", "paper"]).configs(chosen, "runs")
+    assert (args.kl_bound, args.regression_coef, args.tail) == (0.05, 1.0, "floor")

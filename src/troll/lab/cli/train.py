@@ -95,7 +95,9 @@ def check(argv: Sequence[str]) -> None:
     settings = flags.run()
     options_of(settings.task_options)
     _check_engine(flags, settings)
-    args, model = flags.configs(defaults(settings.model, {}, has_gpu(), settings.engine), "unused")
+    args, model = flags.configs(
+        defaults(settings.model, {}, has_gpu(), settings.engine, "preset" in flags.given), "unused"
+    )
     if settings.engine == "verl":
         from troll.lab.cli import verl
 
@@ -192,7 +194,7 @@ def plan_of(flags: Flags, settings: RunSettings, folder: Path | None, command: s
         eval_size=settings.eval_size,
         seed=seed,
     )
-    usual = defaults(settings.model, dict(task.settings), has_gpu(), settings.engine)
+    usual = defaults(settings.model, dict(task.settings), has_gpu(), settings.engine, "preset" in flags.given)
     args, model_config = flags.configs(usual, settings.runs_dir)
     resumes = folder is not None
     if folder is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from troll.objective import Preset
+
 DEFAULT_MODEL = "smollm2-135m"
+_PRESET_FIELDS = {field.name for field in fields(Preset)}
 
 
 @dataclass
@@ -111,9 +114,13 @@ SMALL: dict[str, Any] = {
 a regression coefficient of 1, the default, outweighs the policy gradient (``experiments/regression``)."""
 
 
-def defaults(model: str, task_settings: dict[str, Any], has_gpu: bool, engine: str = "trl") -> dict[str, Any]:
-    """The default settings of a run."""
+def defaults(
+    model: str, task_settings: dict[str, Any], has_gpu: bool, engine: str = "trl", preset_given: bool = False
+) -> dict[str, Any]:
+    """The default settings of a run; with an explicit ``--preset``, none that the preset sets."""
     settings = GENERAL | (SMALL if model == DEFAULT_MODEL else {}) | task_settings
+    if preset_given:
+        settings = {name: value for name, value in settings.items() if name not in _PRESET_FIELDS}
     if engine == "verl":
         settings.pop("warmup_steps", None)  # verl counts rollouts, and the first would have learning rate 0
         return settings if has_gpu else settings | {"use_cpu": True}  # the GPUs may be in a cluster

@@ -1,7 +1,8 @@
 """The fingerprint of a run: versions, settings, model, rewards and data. Resume is refused if it has changed.
 
-A checkpoint stores the fingerprint. Two equal fingerprints give the same updates on the same hardware. Settings that
-cannot affect an update (``FREE``) are left out. Settings of earlier versions are translated (``renamed_settings``).
+A checkpoint stores the fingerprint: versions of packages (not their source files), settings, the size of the model, the
+files of reward functions, and rows, columns and the first rows of the data. Settings that cannot affect an update
+(``FREE``) are left out. Settings of earlier versions are translated (``renamed_settings``).
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ def test_the_installed_TRL_keeps_it_and_the_versions_are_those_of_the_package() 
     contract.check.__wrapped__()
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert f"trl{contract.SUPPORTED}" in project["optional-dependencies"]["trl"]
+    assert f"transformers{contract.TRANSFORMERS}" in project["optional-dependencies"]["trl"]
 
 
 @pytest.mark.parametrize("name", ["_get_grad_norm", "_compute_loss", "_run_epoch"])
@@ -70,7 +71,8 @@ def test_a_method_that_was_renamed_is_named(monkeypatch: pytest.MonkeyPatch, nam
     (owner,) = [kind for kind in GRPOTrainer.__mro__ if name in vars(kind)][:1]
     monkeypatch.delattr(owner, name)
     with pytest.raises(
-        ImportError, match=rf"GRPOTrainer\.{name} does not exist in trl 1\.16.*supports trl>=1\.16,<1\.17"
+        ImportError,
+        match=rf"GRPOTrainer\.{name} does not exist \(trl 1\.16.*, transformers 5.*\); troll supports trl>=1\.16",
     ):
         contract.check.__wrapped__()
 
