@@ -475,7 +475,8 @@ def test_two_processes_write_one_folder(tmp_path: Path) -> None:
     process = start(flags(tmp_path, "--per_device_train_batch_size", str(ROWS // 2)), launch=TWO)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
-    assert out.count("→") == 2 + 1  # model → folder, reward, held-out reward
+    said = [line for line in out.splitlines() if line.startswith(("Sampled reward ", "Held-out reward ", "Token KL "))]
+    assert (out.count(f" → {tmp_path}"), len(said)) == (1, 3), out  # model → folder, and each sentence once
     (path,) = tmp_path.iterdir()
     run = Run.open(path)
     assert run.about["status"] == "finished"
