@@ -108,7 +108,7 @@ def test_the_limits_themselves_are_accepted():
 @pytest.mark.parametrize(
     ("name", "value", "expected", "default"),
     [
-        ("tail", "floors", "'floor' or 'bucket'", "bucket"),
+        ("tail", "floors", "'bucket' or 'floor'", "bucket"),
         ("importance_sampling_level", "seq", "'token' or 'sequence'", "token"),
         ("aggregation", "mean", "'token_mean' or 'sequence_mean' or 'sequence_sum' or 'constant'", "token_mean"),
         ("on_invalid", "ignore", "'raise' or 'mask'", "raise"),

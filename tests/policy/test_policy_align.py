@@ -428,5 +428,5 @@ def test_bucket_needs_the_old_support() -> None:
 
 
 def test_unknown_tails_are_refused() -> None:
-    with refuses("got 'drop'", "'floor' or 'bucket'", "The default is 'bucket'"):
+    with refuses("got 'drop'", "'bucket' or 'floor'", "The default is 'bucket'"):
         align(one(), one(), "drop")  # type: ignore[arg-type]
