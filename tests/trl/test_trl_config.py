@@ -452,9 +452,14 @@ def test_epsilon_is_TRLs_with_clip_and_infinite_with_none(
 def test_a_warm_up_that_never_ends_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, warmup: int, warns: bool
 ) -> None:
-    trainer(tmp_path, warmup_steps=warmup, max_steps=4)
+    trainer(tmp_path, warmup_steps=warmup, max_steps=4, lr_scheduler_type="constant_with_warmup")
     expected = f"warmup_steps={warmup} is not below max_steps=4: the learning rate never reaches 0.01"
     assert [expected in message for message in warnings_of(caplog)] == [True] * warns
+
+
+def test_a_warm_up_without_effect_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, warmup_steps=2, max_steps=4, lr_scheduler_type="constant")
+    assert ["has no effect with lr_scheduler_type='constant'" in message for message in warnings_of(caplog)] == [True]
 
 
 # ------------------------------------------------------------------ what is checked at the start

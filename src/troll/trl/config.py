@@ -212,7 +212,12 @@ class TROLLConfig(GRPOConfig):
                 f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} have no effect with "
                 f"trust_region='troll': the radius of the trust region is kl_bound={self.kl_bound}."
             )
-        if 0 < self.max_steps <= self.warmup_steps:
+        if self.warmup_steps and self.lr_scheduler_type == "constant":
+            logger.warning(
+                f"warmup_steps={self.warmup_steps:g} has no effect with lr_scheduler_type='constant'. Set "
+                "lr_scheduler_type='constant_with_warmup'."
+            )
+        elif 0 < self.max_steps <= self.warmup_steps:
             logger.warning(
                 f"warmup_steps={self.warmup_steps} is not below max_steps={self.max_steps}: the learning rate never "
                 f"reaches {self.learning_rate:g}. Set warmup_steps to about a tenth of max_steps."

@@ -119,12 +119,21 @@ def test_a_dry_run_lists_the_runs_and_runs_none(tmp_path, capsys):
         "clip-higher-5: --trust_region=clip --epsilon=0.2 --epsilon_high=0.28 --seed=5",
     ]
     assert re.search(rf"^# 4 runs, between {DURATION} and {DURATION} in total\.$", out, re.MULTILINE)
+    assert "# Trust region" not in out
     settings = yaml.safe_load(out)
     assert (settings["arms"], settings["seeds"], settings["kl_bound"]) == (["gspo", "clip-higher"], [3, 5], 0.02)
     file = tmp_path / "again.yaml"
     file.write_text(out)
     assert main(["compare", "--config", str(file), "--dry_run", "--runs_dir", str(tmp_path / "runs")]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == settings  # what is printed is a file that means the same
+
+
+def test_a_dry_run_shows_the_trust_region_of_troll(tmp_path, capsys):
+    more = ("--arms", "clip", "troll", "--seeds", "3", "--preset", "paper", "--dry_run")
+    assert main(flags(tmp_path / "runs", *more)) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for line in ("# preset paper", "# kl_bound 0.05", "# regression_coef 1", "# tail floor"):
+        assert line.split() in shown
 
 
 DURATION = r"(?:\d+ s|\d+ min|\d+ h \d\d min)"

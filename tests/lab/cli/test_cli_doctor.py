@@ -423,7 +423,9 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.check(["--attack", "--isolation", "landlock", "--json"])
     with pytest.raises(InputError, match="--isolation must be bubblewrap or landlock, got tent"):
         doctor.run(["--attack", "--isolation", "tent"])
-    for argv in (["--jsn"], ["extra"], ["--isolation", "landlock"]):
+    with pytest.raises(InputError, match=r"Unknown flag --jsn on the command line. Did you mean --json\?"):
+        doctor.check(["--jsn"])
+    for argv in (["extra"], ["--isolation", "landlock"]):
         with pytest.raises(InputError, match=r"See troll doctor --help"):
             doctor.check(argv)
     with pytest.raises(SystemExit) as stopped:

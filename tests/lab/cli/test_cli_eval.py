@@ -125,7 +125,7 @@ def test_an_adapter_is_put_on_its_base(trained, tmp_path):
         (["x", "--k", "0"], "--k must be between 1 and the number of samples, 8, got 0"),
         (["x", "--k", "1", "1"], "--k 1 1 repeats a value"),
         (["x", "--problems", "0"], "--problems must be at least 1, got 0"),
-        (["x", "--samples", "none"], "invalid int value"),
+        (["x", "--samples", "none"], "--samples must be an integer, got 'none'"),
         (["x", "--batch_size", "-3"], "--batch_size must be at least 1, got -3"),
         (["x", "--top_p", "0.9"], "--top_p"),
     ],

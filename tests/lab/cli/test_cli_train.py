@@ -41,6 +41,7 @@ from troll.lab.runs import Run
 from troll.lab.tasks import load_task
 from troll.lab.tasks.load import find_reward
 from troll.lab.training.recorder import RecordedTrainer
+from troll.lab.training.settings import defaults
 
 Runs = Callable[[str], Run]
 BOUND = 0.05
@@ -437,6 +438,7 @@ def test_tensorboard_writes_into_the_folder_of_the_run(tmp_path: Path) -> None:
 
 def test_dry_run_prints_a_config_and_an_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = flags(tmp_path / "runs", "--dry_run", "--kl_bound", "0.02", "--no_save_model")
+    capsys.readouterr()  # progress of saving the model
     assert main(argv) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -451,10 +453,44 @@ def test_dry_run_prints_a_config_and_an_estimate(tmp_path: Path, capsys: pytest.
     lengths = [len(tokenizer(x)["input_ids"]) for x in load_task().train_dataset["prompt"][:64]]
     assert f"#   prompts of {sum(lengths) / 64:.0f} tokens" in out
     assert f"{MAX_STEPS} updates" in out
+    assert re.search(r"^#   [1-9][\d,]* parameters in fp32", out, re.MULTILINE)  # a model of less than a million
+    assert not re.search(r" 0(\.0+)? [kMG]", out)
     config = tmp_path / "c.yaml"
     config.write_text(out)
     assert main(["train", "--config", str(config), "--dry_run"]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["--preset", "paper"], ["preset paper", "kl_bound 0.05", "regression_coef 1", "tail floor", "max_support 64"]),
+        (["--preset", "paper", "--kl_bound", "0.1"], ["preset paper", "kl_bound 0.1", "tail floor", "tail_mass 1e-05"]),
+        (["--kl_bound", "0.2"], ["preset default", "kl_bound 0.2", "regression_coef 1", "tail bucket"]),
+        (["--trust_region", "clip", "--epsilon_high", "0.28"], ["clip −0.2, +0.28"]),
+        (["--trust_region", "none"], ["no trust region"]),
+    ],
+)
+def test_dry_run_shows_the_values_of_the_trust_region(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], shown: list[str]
+) -> None:
+    argv = flags(tmp_path / "runs")
+    del argv[argv.index("--kl_bound") : argv.index("--kl_bound") + 2]
+    assert main([*argv, "--dry_run", *given]) == 0
+    block = capsys.readouterr().out.partition("# Trust region\n")[2].partition("#\n")[0]
+    assert [x for x in map(" ".join, map(str.split, block.replace("#", " ").splitlines())) if x in shown] == shown
+
+
+def test_dry_run_warns_of_a_warmup_without_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(flags(tmp_path / "runs", "--dry_run", "--warmup_steps", "4")) == 0
+    assert "warmup_steps=4 has no effect with lr_scheduler_type='constant'. Set " in caplog.text
+    caplog.clear()
+    more = ("--warmup_steps", "4", "--lr_scheduler_type", "constant_with_warmup")
+    assert main(flags(tmp_path / "runs", "--dry_run", *more)) == 0
+    assert not caplog.text
+    assert "warmup_steps" not in defaults("smollm2-135m", {}, has_gpu=False)  # the schedule is constant
 
 
 def test_dry_run_measures_chat_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,6 @@ from troll.lab.runs.comparison import begin, check_arms, check_seeds, conclude, 
 from troll.lab.runs.folder import COMPARISON, CONFIG, Line
 from troll.lab.runs.formatting import duration
 from troll.lab.runs.writer import new_folder, write_yaml
-from troll.lab.training.settings import DEFAULT_MODEL, defaults
 from troll.trl.robust.lock import locked
 
 DESCRIPTION = """\
@@ -74,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the unfinished runs, then compare."""
     flags = _flags(argv)
     if flags.wants_help:
-        print(flags.help(defaults(DEFAULT_MODEL, {}, train.has_gpu())), end="")
+        print(flags.help(), end="")
         return 0
     settings, own = flags.run(), flags.own(CompareSettings)
     if settings.resume is not None:
@@ -112,7 +111,7 @@ def check(argv: Sequence[str]) -> None:
 
 def _flags(argv: Sequence[str]) -> Flags:
     synonym = ["--resume" + word.removeprefix("--continue") if _is_continue(word) else word for word in argv]
-    return Flags(synonym, prog="troll compare", description=DESCRIPTION, extra=[CompareSettings])
+    return Flags(synonym, "troll compare", DESCRIPTION, [CompareSettings], hidden=_BY_ARM | SET_HERE | {"seed"})
 
 
 def _is_continue(word: str) -> bool:
@@ -168,6 +167,8 @@ def _dry_run(folder: Path, own: CompareSettings, example: Any) -> None:
     names = {"arms": own.arms, "seeds": own.seeds, "jobs": own.jobs, "keep_models": own.keep_models}
     print(yaml.safe_dump(names | shared, sort_keys=False, allow_unicode=True))
     runs = [(arm, seed) for arm in own.arms for seed in own.seeds]
+    if "troll" in own.arms:
+        print("# Trust region of troll", *(f"#   {x}" for x in train.preset_values(example.args)), "#", sep="\n")
     for arm, seed in runs:
         print(f"# {folder / f'{arm}-{seed}'}: {shlex.join(_as_flags({**ARMS[arm], 'seed': seed}))}")
     one = train.needs(example)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
@@ -17,23 +16,19 @@ from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig
 
 from troll.errors import InputError
+from troll.lab.cli.main import PlainParser, as_words, wanted
 from troll.lab.runs.folder import ABOUT, COMPARISON
 from troll.lab.runs.formatting import one_line
-from troll.lab.training.settings import DEFAULT_MODEL, RunSettings
+from troll.lab.training.settings import DEFAULT_MODEL, GENERAL, SMALL, RunSettings
+from troll.objective.presets import PRESETS
 from troll.trl import TROLLConfig
+from troll.trl.config import DEFAULT_UPDATES
 from troll.trl.robust.renamed_settings import translate_settings
 
-SHOWN = {  # in --help
+GROUPS = {  # of --help
     "run": (*(field.name for field in dataclasses.fields(RunSettings)), "allow_changes"),
     "trust region": (
-        *(
-            "trust_region",
-            "preset",
-            "kl_bound",
-            "regression_coef",
-            "advantage_estimator",
-            "measure_kl",
-        ),
+        *("trust_region", "preset", "kl_bound", "regression_coef", "tail", "advantage_estimator", "measure_kl"),
     ),
     "training, as in TRL": (
         *("learning_rate", "max_steps", "num_train_epochs", "updates_per_generation", "num_generations"),
@@ -41,6 +36,53 @@ SHOWN = {  # in --help
         *("eval_steps", "save_steps", "report_to", "run_name", "seed", "bf16", "use_peft", "use_vllm"),
     ),
     "other": ("config", "help", "help_all"),
+}
+_HELP = {  # in place of the help of TRL and of TROLLConfig, which do not know the defaults of a run
+    "kl_bound": "Radius of the trust region, in nats of KL(projected || old) per token. 0 keeps the old policy, inf "
+    "constrains nothing. With kl_bound_schedule, where it starts.",
+    "regression_coef": "Weight of the regression term, which pulls the network towards its projection.",
+    "max_support": "Maximum number of tokens kept per position.",
+    "tail_mass": "Probability that may be dropped per position.",
+    "tail": "Treatment of the dropped probability: 'bucket' counts it as one more outcome, 'floor' gives every missing "
+    "token 1e-12.",
+    "preset": "Defaults of kl_bound, regression_coef, tail, max_support and tail_mass: ours, or those of the paper.",
+    "updates_per_generation": "Optimizer updates per rollout. A trust region acts from the second one on. TRL's "
+    "steps_per_generation, generation_batch_size or num_iterations can be set in its place.",
+    "learning_rate": "Learning rate of AdamW.",
+    "max_steps": "Number of updates. Overrides num_train_epochs.",
+    "num_train_epochs": "Passes over the training problems.",
+    "num_generations": "Completions per prompt, the group within which rewards are compared. Must divide the "
+    "completions of a rollout.",
+    "per_device_train_batch_size": "Completions per forward pass, on each GPU.",
+    "gradient_accumulation_steps": "Forward passes per update.",
+    "max_completion_length": "Maximum number of tokens of a completion.",
+    "temperature": "Temperature of sampling.",
+    "eval_steps": "Updates between evaluations on the held-out problems; a fraction of the run if below 1.",
+    "save_steps": "Updates between checkpoints; a fraction of the run if below 1.",
+    "report_to": "Where to log besides the run folder: trackio, wandb, tensorboard and others, or none.",
+    "run_name": "Name of the run, and of its folder below --runs_dir.",
+    "seed": "Seed of the training problems and of sampling.",
+    "bf16": "Compute in bf16 (mixed precision) instead of fp32.",
+    "use_peft": "Train a LoRA adapter instead of all parameters.",
+    "use_vllm": "Generate with vLLM, which must be installed.",
+}
+_METAVARS = {
+    **{"model": "NAME", "task": "NAME", "data": "FILE", "eval_data": "FILE", "task_options": "KEY=VALUE"},
+    **{"reward": "FILE.py:FUNCTION", "runs_dir": "FOLDER", "resume": "RUN", "verl_overrides": "KEY=VALUE"},
+    **{"kl_bound": "NATS", "learning_rate": "RATE", "report_to": "NAME", "run_name": "NAME", "config": "FILE.yaml"},
+    **{"eval_steps": "N", "save_steps": "N", "arms": "ARM", "seeds": "SEED"},
+}
+_DEFAULTS = {  # in words
+    "keep_checkpoints": f"true; false with {DEFAULT_MODEL}",
+    "max_steps": f"as num_train_epochs says; {SMALL['max_steps']} with {DEFAULT_MODEL}",
+    "max_completion_length": "that of the task, or 512",
+    "run_name": "task and trust region, such as arithmetic-troll",
+    "gpus_per_node": "as on this machine",
+    "train_size": "all; 1024 for arithmetic, 1000 for gym:NAME",
+    "eval_size": "all, or a tenth of --data but at most 200; 64 for arithmetic, 100 for gym:NAME",
+    "updates_per_generation": str(DEFAULT_UPDATES),
+    "bf16": "true with a GPU, else false",
+    "use_cpu": "true without a GPU, else false",
 }
 _NOT_STORED = ("config", "resume", "dry_run", "run_name", "output_dir", "allow_changes")
 _FILES = ("data", "eval_data", "task", "model")  # flags that may be a file or a folder
@@ -52,36 +94,31 @@ _REPLACED = {  # flags of TRL that have no effect here
 }
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the formatting of the description and shows defaults."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        shown = action.default is not None and action.default is not False and action.default != []
-        return f"{action.help} (default: %(default)s)" if shown else str(action.help)
-
-
-_STYLE: dict[str, Any] = {"formatter_class": _Help, "allow_abbrev": False, "add_help": False}
-
-
-class _Parser(HfArgumentParser):
-    """A parser that raises ``InputError``."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
-        raise InputError(f"{self.prog}: {message}", f"See {self.prog} --help")
+class _Parser(PlainParser, HfArgumentParser):
+    """TRL's parser of dataclasses, with errors in plain words."""
 
 
 class Flags:
     """The flags of a command line and of the YAML file it names. The command line overrides the file."""
 
-    def __init__(self, argv: Sequence[str], prog: str = "troll train", description: str = "", extra: Any = ()) -> None:
-        self.parser = _Parser(
-            [*extra, RunSettings, TROLLConfig, ModelConfig],
-            prog=prog,
-            usage=f"{prog} [flags]",
-            description=description,
-            **_STYLE,
-        )
+    def __init__(
+        self,
+        argv: Sequence[str],
+        prog: str = "troll train",
+        description: str = "",
+        extra: Sequence[Any] = (),
+        hidden: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            argv: the command line.
+            prog: the command.
+            description: the start of its help.
+            extra: dataclasses of further flags.
+            hidden: flags that are not in the help.
+        """
+        self.description, self._hidden = description, hidden
+        self.parser = _Parser([*extra, RunSettings, TROLLConfig, ModelConfig], prog=prog, add_help=False)
         self.parser.add_argument("--config", help="A YAML file of flags. Flags on the command line override the file.")
         self.parser.add_argument("-h", "--help", action="store_true", help="Show the flags that matter most.")
         self.parser.add_argument("--help_all", "--help-all", action="store_true", help="Show all flags, TRL's too.")
@@ -89,7 +126,6 @@ class Flags:
         self._stock = vars(self.parser.parse_args([]))
         self._actions = {action.dest: action for action in reversed(self.parser._actions)}  # the first of a name
         self._defaults: dict[str, Any] = {}
-        self._actions["run_name"].help = "Name of the run, and of its folder below --runs_dir."
         self._tokens = list(argv)
         first = self._parse(self._tokens)
         self.wants_help = first.help or first.help_all
@@ -144,33 +180,49 @@ class Flags:
         values = vars(self._parse(self._tokens))
         return anchored({name: _plain(value) for name, value in values.items() if name not in _NOT_STORED})
 
-    def help(self, defaults: dict[str, Any]) -> str:
-        """The help text: the main flags, or all flags, with these defaults."""
-        self.parser.set_defaults(**defaults)
+    def help(self) -> str:
+        """The help text: the main flags, or all flags."""
+        groups = self._extra | GROUPS
         if self._show_all:
-            return str(self.parser.format_help())
-        short = _Parser([], usage=self.parser.usage, description=self.parser.description, **_STYLE)
-        for title, names in (self._extra | SHOWN).items():
-            if not names:
-                continue
-            group = short.add_argument_group(title)
-            for action in (self._actions[name] for name in names if name in self._actions):
+            known = {name for names in groups.values() for name in names} | _REPLACED.keys()
+            rest = [name for name in self._stock if name not in known]
+            own = [name for name in rest if name in TROLLConfig.__annotations__]
+            groups |= {"more of TROLL": tuple(own), "more of TRL": tuple(x for x in rest if x not in own)}
+        parser = argparse.ArgumentParser(
+            usage=f"{self.parser.prog} [flags]",
+            description=self.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,
+        )
+        for title, names in groups.items():
+            group = parser.add_argument_group(title)
+            for action in (self._actions[name] for name in names if name not in self._hidden):
                 written = [x for x in action.option_strings if "-" not in x[2:]]
-                kind: dict[str, Any] = {"metavar": action.dest.split("_")[-1].upper()}
-                if action.choices:
-                    kind = {"choices": action.choices}
-                elif action.default is True or (action.type is string_to_bool and action.nargs is None):
-                    kind = {"metavar": "true|false"}
-                elif action.type is string_to_bool or action.nargs == 0:
-                    kind = {"action": "store_true"}
-                group.add_argument(*written, help=action.help, default=action.default, **kind)
-        return str(short.format_help())
+                on = action.default is True or GENERAL.get(action.dest) is True
+                group.add_argument(*written, help=self._help_of(action), **_shape(action, on))
+        return parser.format_help()
+
+    def _help_of(self, action: argparse.Action) -> str:
+        """The help of a flag with its default in a run, and where another model or preset has another one."""
+        name = action.dest
+        default = _DEFAULTS.get(name)
+        if default is None:
+            value = GENERAL.get(name, self._stock[name])
+            value = getattr(PRESETS["default"], name, None) if value is None else value
+            default = "" if value is None or value is False or value == [] else as_words(value)
+            paper = getattr(PRESETS["paper"], name, value)
+            default += f"; {as_words(paper)} with --preset paper" if paper != value else ""
+            small = SMALL.get(name, value)
+            alone = " and no --preset" if hasattr(PRESETS["default"], name) else ""
+            default += f"; {as_words(small)} with {DEFAULT_MODEL}{alone}" if small != value else ""
+        text = _HELP.get(name, str(action.help)).replace("%", "%%")
+        return f"{text} (default: {default.removeprefix('; ')})" if default else text
 
     def _parse(self, tokens: list[str]) -> argparse.Namespace:
         namespace: argparse.Namespace
         namespace, rest = self.parser.parse_known_args(tokens)
         if rest:
-            self._unknown(next((x for x in rest if x.startswith("--")), rest[0]), "on the command line")
+            self.parser.refuse_unknown(rest, help_flag="--help_all")
         return namespace
 
     def _make(self, kind: Any, namespace: argparse.Namespace) -> Any:
@@ -199,22 +251,15 @@ class Flags:
         for key, value in values.items():
             name = str(key).replace("-", "_")
             if name not in self._actions or name == "config":
-                self._unknown(f"--{key}", f"in {path}")
+                self.parser.refuse_unknown([f"--{key}"], f"in {path}", "--help_all")
             flag = _as_tokens(self._actions[name], value)
             try:
                 self._parse(flag)
             except InputError as error:
-                raise InputError(
-                    f"--config {path}: {key} must be {_wanted(self._actions[name])}, got {value!r}", error.fix
-                ) from error
+                kind = ("a list: " if self._actions[name].nargs == "+" else "") + wanted(self._actions[name])
+                raise InputError(f"--config {path}: {key} must be {kind}, got {value!r}", error.fix) from error
             tokens += flag
         return tokens
-
-    def _unknown(self, flag: str, where: str) -> NoReturn:
-        names = [x for action in self.parser._actions for x in action.option_strings if x.startswith("--")]
-        close = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=2)
-        fix = f"Did you mean {' or '.join(close)}?" if close else f"{self.parser.prog} --help_all lists all flags"
-        raise InputError(f"Unknown flag {flag} {where}", fix)
 
 
 def anchored(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,12 +292,17 @@ def _as_tokens(action: argparse.Action, value: Any) -> list[str]:
     return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-def _wanted(action: argparse.Action) -> str:
-    """The values that a flag accepts."""
+def _shape(action: argparse.Action, on: bool) -> dict[str, Any]:
+    """How the value of a flag is shown in the help; ``on`` for one that is true by default."""
     if action.choices:
-        return " or ".join(map(str, action.choices))
-    kinds = {string_to_bool: "true or false", int: "an integer", float: "a number"}
-    return ("a list: " if action.nargs == "+" else "") + kinds.get(action.type, "text")
+        return {"choices": action.choices}
+    if on or (action.type is string_to_bool and action.nargs is None):
+        return {"metavar": "true|false"}
+    if action.type is string_to_bool or action.nargs == 0:
+        return {"action": "store_true"}
+    kinds = {int: "N", float: "X", dict: "JSON"}
+    metavar = _METAVARS.get(action.dest, kinds.get(action.type, "TEXT"))  # type: ignore[call-overload]
+    return {"metavar": metavar, "nargs": action.nargs}
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ The parser and the lookup of run folders that the commands share are here too. C
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import sys
@@ -108,21 +109,104 @@ def _function(command: str, name: str) -> Callable[[Sequence[str]], Any]:
     return function
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises ``InputError`` and shows defaults in its help."""
+class PlainParser(argparse.ArgumentParser):
+    """A parser that raises ``InputError`` in plain words instead of exiting."""
 
-    def __init__(self, prog: str, description: str, **more: Any) -> None:
-        super().__init__(prog, description=description, formatter_class=_Help, allow_abbrev=False, **more)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, "exit_on_error": False, **kwargs})
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """As in argparse, with a readable error for a missing or superfluous value."""
+        try:
+            return super().parse_known_args(*args, **kwargs)
+        except argparse.ArgumentError as error:
+            name = str(error.argument_name).split("/")[0]
+            action = next((x for x in self._actions if name in x.option_strings), None)
+            if action is None:
+                self.error(str(error))
+            kind = wanted(action)
+            needs = "needs a value" if kind == "text" else f"needs a value, {kind}"
+            raise InputError(f"{name} {'takes no value' if action.nargs == 0 else needs}", self._see_help) from error
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> argparse.Namespace:  # type: ignore[override]
+        """As in argparse, with a suggestion for an unknown flag."""
+        namespace: argparse.Namespace
+        namespace, rest = self.parse_known_args(*args, **kwargs)
+        if rest:
+            self.refuse_unknown(rest)
+        return namespace
+
+    def refuse_unknown(self, words: Sequence[str], where: str = "on the command line", help_flag: str = "") -> NoReturn:
+        """Raise for the first unknown flag among ``words``, with the most similar known one."""
+        flag = next((word for word in words if word.startswith("-")), None)
+        if flag is None:
+            raise InputError(f"{self.prog} does not take {words[0]!r}", self._see_help)
+        names = [x for action in self._actions for x in action.option_strings if "-" not in x.removeprefix("--")]
+        near = difflib.get_close_matches(flag.split("=")[0].replace("-", "_").replace("__", "--", 1), names, n=1)
+        fix = f"Did you mean {near[0]}?" if near else f"{self.prog} {help_flag or '--help'} lists all flags"
+        raise InputError(f"Unknown flag {flag} {where}", fix)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting."""
-        raise InputError(f"{self.prog}: {message}", f"See {self.prog} --help")
+        if message.startswith("the following arguments are required: "):
+            needed = [str(x.metavar or x.dest) for x in self._actions if x.required]
+            raise InputError(f"{self.prog} needs {' and '.join(needed)}", self._see_help)
+        raise InputError(f"{self.prog}: {message}", self._see_help)
+
+    @property
+    def _see_help(self) -> str:
+        return f"See {self.prog} --help"
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            raise self._wrong_value(action, text) from error
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise self._wrong_value(action, value)
+
+    def _wrong_value(self, action: argparse.Action, value: Any) -> InputError:
+        name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
+        near = suggestion(value, map(str, action.choices or ()))
+        fix = f"Did you mean {near}?" if near else self._see_help
+        return InputError(f"{name} must be {wanted(action)}, got {value!r}", fix)
+
+
+def wanted(action: argparse.Action) -> str:
+    """The values that a flag accepts, in words."""
+    if action.choices:
+        *others, last = map(str, action.choices)
+        return f"{', '.join(others)} or {last}" if others else last
+    kinds = {"int": "an integer", "float": "a number", "string_to_bool": "true or false", "yes_or_no": "true or false"}
+    return kinds.get(getattr(action.type, "__name__", ""), "text")
+
+
+class Parser(PlainParser):
+    """The parser of a command: its help keeps the line breaks of the description and shows defaults."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description=description, formatter_class=_Help)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.default not in (None, False, argparse.SUPPRESS)
-        return f"{action.help} (default: %(default)s)" if shown else str(action.help)
+        return f"{action.help} (default: {as_words(action.default)})" if shown else str(action.help)
+
+
+def as_words(value: Any) -> str:
+    """A value as it is written on the command line.
+
+    >>> as_words(True), as_words([0, 1]), as_words(5e-06), as_words(1.0)
+    ('true', '0 1', '5e-06', '1')
+    """
+    if isinstance(value, list | tuple):
+        return " ".join(map(as_words, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def yes_or_no(text: str) -> bool:

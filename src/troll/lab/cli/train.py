@@ -13,8 +13,9 @@ from rich.console import Console
 
 from troll.errors import InputError
 from troll.lab.cli.flags import Flags
-from troll.lab.cli.main import existing_folder
+from troll.lab.cli.main import as_words, existing_folder
 from troll.lab.runs import Run, check_run_name, free_run_name
+from troll.lab.runs.arms import arm_of
 from troll.lab.runs.folder import CONFIG
 from troll.lab.runs.listing import resumable_from
 from troll.lab.runs.writer import run_name_of
@@ -48,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     """Train, or print the plan with --dry_run."""
     flags = Flags(argv, description=DESCRIPTION)
     if flags.wants_help:
-        print(flags.help(defaults(DEFAULT_MODEL, {}, has_gpu())), end="")
+        print(flags.help(), end="")
         return 0
     settings, folder = flags.run(), None
     changes: Sequence[str] = ()
@@ -242,9 +243,22 @@ def new_folder(root: Path, name: str | None, task: str, trust_region: str) -> Pa
 
 
 def _dry_run(plan: Any) -> None:
-    """Print the settings, and the estimate of memory and time as comments: a valid file for --config."""
+    """Print a valid file for --config: the settings, and as comments the trust region and the memory and time.
+
+    Warnings about settings without effect are logged to stderr, as in training.
+    """
+    plan.args.warn_about_settings()
     print(yaml.safe_dump(plan.config, sort_keys=True, allow_unicode=True), end="")
-    print("\n".join(f"# {line}".rstrip() for line in f"\n{needs(plan)}".splitlines()))
+    troll = plan.args.trust_region == "troll"
+    region = preset_values(plan.args) if troll else [arm_of(plan.args.to_dict())[1]]
+    comments = ["", "Trust region", *(f"  {line}" for line in region), "", *str(needs(plan)).splitlines()]
+    print("\n".join(f"# {line}".rstrip() for line in comments))
+
+
+def preset_values(args: Any) -> list[str]:
+    """The preset and the resolved value of each setting that it sets."""
+    names = ("preset", "kl_bound", "regression_coef", "tail", "max_support", "tail_mass")
+    return [f"{name:17}{as_words(getattr(args, name))}" for name in names]
 
 
 def needs(plan: Any) -> Any:

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from troll.lab.models import ModelShape
+from troll.lab.runs.formatting import count
 from troll.trl import TROLLConfig
 
 FASTEST, SLOWEST = 0.6, 1.8
@@ -297,7 +298,7 @@ class _Sizes:
 
     def assumptions(self, speed: Speed) -> Iterator[str]:
         """What the numbers rest on."""
-        size = f"{self.shape.parameters / 1e6:,.0f} M parameters"
+        size = f"{count(self.shape.parameters)} parameters"
         yield f"{size} in {_short(self.stored)}, computed in {_short(self.lowered)}"
         rates = f"{speed.flops / 1e9:,.0f} GFLOP/s in a model, {speed.bandwidth / 1e9:,.0f} GB/s"
         yield f"{rates}, from products and copies timed a moment ago; nothing else runs on this machine"
@@ -349,6 +350,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _gigabytes(x: float) -> str:
+    if x < 1e7:
+        return f"{x / 1e6:.1f} MB"
     return f"{x / 1e9:.2f} GB" if x < 1e10 else f"{x / 1e9:.0f} GB"
 
 

@@ -42,8 +42,8 @@ class RunSettings:
             "signature."
         },
     )
-    train_size: int | None = field(default=None, metadata={"help": "Use this many training problems."})
-    eval_size: int | None = field(default=None, metadata={"help": "Use this many held-out problems."})
+    train_size: int | None = field(default=None, metadata={"help": "Number of training problems."})
+    eval_size: int | None = field(default=None, metadata={"help": "Number of held-out problems."})
     runs_dir: str = field(default="runs", metadata={"help": "The folder that contains the run folders."})
     resume: str | None = field(
         default=None,
@@ -61,15 +61,13 @@ class RunSettings:
     )
     engine: Literal["trl", "verl"] = field(default="trl", metadata={"help": "TRL, or verl for many machines."})
     nodes: int = field(default=1, metadata={"help": "With verl: number of machines in the Ray cluster."})
-    gpus_per_node: int | None = field(
-        default=None, metadata={"help": "With verl: GPUs per machine (default: as on this machine)."}
-    )
+    gpus_per_node: int | None = field(default=None, metadata={"help": "With verl: GPUs per machine."})
     rollout: Literal["vllm", "sglang"] = field(default="vllm", metadata={"help": "With verl: the inference engine."})
     verl_overrides: list[str] = field(default_factory=list, metadata={"help": "With verl: Hydra overrides, key=value."})
     save_model: bool = field(default=True, metadata={"help": "Keep the trained model with the run."})
     keep_checkpoints: bool = field(
         default=True,
-        metadata={"help": "Keep checkpoints after the run has finished (default for smollm2-135m: false)."},
+        metadata={"help": "Keep checkpoints after the run has finished."},
     )
     write_report: bool = field(default=True, metadata={"help": "Write report.html at the end."})
 
@@ -103,7 +101,6 @@ SMALL: dict[str, Any] = {
     "updates_per_generation": 8,
     "regression_coef": 0.1,
     "max_steps": 80,
-    "warmup_steps": 8,
     "eval_steps": 40,
     "per_device_eval_batch_size": 64,
     "gradient_checkpointing": False,
@@ -122,6 +119,5 @@ def defaults(
     if preset_given:
         settings = {name: value for name, value in settings.items() if name not in _PRESET_FIELDS}
     if engine == "verl":
-        settings.pop("warmup_steps", None)  # verl counts rollouts, and the first would have learning rate 0
         return settings if has_gpu else settings | {"use_cpu": True}  # the GPUs may be in a cluster
     return settings if has_gpu else settings | {"use_cpu": True, "bf16": False}
