@@ -40,7 +40,7 @@ def test_a_real_run_that_no_trust_region_can_act_in(runs: Path, capsys: pytest.C
     (line,) = [x for x in run.warnings() if x["name"] == "one_update"]
     assert (line["since"], line["said"], line["level"]) == (1, 1, "warning")
     page = (run.path / "report.html").read_text()
-    assert '<section id="warnings">' in page
+    assert '<section id="findings">' in page
     assert "Each rollout is used for one update." in page
     out = explained(capsys, run.path.name)
     assert out.startswith(f"{run.path.name}: finished\n")
@@ -100,7 +100,8 @@ def test_an_empty_run_and_one_that_is_none(runs: Path, capsys: pytest.CaptureFix
             (folder / name).unlink()
     out = explained(capsys, "x")
     assert "No update was logged." in out
-    assert "No rule found a problem." in out
+    assert "No rule could be checked." in out
+    assert "All rules: no update was logged." in out
     assert main(["explain", "nowhere"]) == 2
     assert "It has: x." in capsys.readouterr().err
     (folder / "run.json").write_text('{"format": 1, "name": "x"}')

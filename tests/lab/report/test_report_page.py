@@ -276,9 +276,10 @@ def test_a_comparison_in_progress_says_what_is_missing(tmp_path):
     assert "TROLL, KL ≤ 0.05, seed 0" in page.text
 
 
-def test_warnings_have_a_section_of_their_own(page, run):
-    """The gravest first, with every flag to try; none where no rule speaks."""
-    assert not [a for _, a in page.tags if a.get("id") == "warnings" or a.get("href") == "#warnings"]
+def test_findings_have_a_section_of_their_own(page, run):
+    """Warnings first, with every flag to try; a sentence where no rule found anything."""
+    assert not [a for _, a in page.tags if a.get("class") == "findings"]
+    assert "The rules that could be checked found no problem." in page.text
     about = json.loads((run / "run.json").read_text())
     about["settings"]["tail"] = "floor"
     (run / "run.json").write_text(json.dumps(about))
@@ -288,8 +289,8 @@ def test_warnings_have_a_section_of_their_own(page, run):
     warned = report(run)
     levels = [a.get("class") for tag, a in warned.tags if tag == "li"]
     assert [level for level in levels if level in ("warning", "note")] == ["warning", "warning", "note"]
-    assert {"warnings"} <= {a.get("id") for tag, a in warned.tags if tag == "section"}
-    assert "#warnings" in {a.get("href") for tag, a in warned.tags if tag == "a"}
+    assert {"findings"} <= {a.get("id") for tag, a in warned.tags if tag == "section"}
+    assert "#findings" in {a.get("href") for tag, a in warned.tags if tag == "a"}
     for text in (
         "Warning since update 1 2 completions of a rollout without a reward.",
         "The kept tokens have 0.5000 of the probability.",

@@ -11,6 +11,7 @@ from pathlib import Path
 from troll.errors import InputError
 from troll.lab.cli.main import Parser, existing_folder, yes_or_no
 from troll.lab.report.narrator import Explanation, explain
+from troll.lab.report.rules import no_findings
 from troll.lab.runs import Comparison
 from troll.lab.runs.folder import ABOUT, COMPARISON
 from troll.lab.runs.formatting import one_line
@@ -131,7 +132,7 @@ def lines_of(one: Explanation) -> Iterator[str]:
     if one.entry.state == "broken":
         return
     if not one.findings:
-        yield from _paragraph("Findings", ["No rule found a problem."])
+        yield from _paragraph("Findings", [no_findings(one.unchecked)])
     else:
         yield from ("", "Findings")
         for finding in one.findings:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from troll.lab.report.rules import WARNING, Change, Finding, History, Unchecked, changes, find, unchecked
-from troll.lab.report.rules.history import SMOOTH, STALLED, Array, smoothed, stalled
+from troll.lab.report.rules.history import SMOOTH, STALLED, Array, fallen, near_top, smoothed, stalled
 from troll.lab.runs.folder import CONFIG, Line, Run
 from troll.lab.runs.formatting import count, duration, number, percent, plural, score
 from troll.lab.runs.listing import Entry, entry_of
@@ -36,7 +36,7 @@ class Explanation:
     """The commands that resume the run, if it ended early, and that repeat it with the first change."""
 
     def as_json(self) -> Line:
-        """Every field."""
+        """Every field, for JSON."""
         return {
             "name": self.entry.name,
             "path": self.entry.path,
@@ -45,7 +45,7 @@ class Explanation:
             "reward": self.reward,
             "region": self.region,
             "findings": [finding.as_json() for finding in self.findings],
-            "unchecked": [{"rules": list(x.rules), "metrics": list(x.metrics)} for x in self.unchecked],
+            "unchecked": [x.as_json() for x in self.unchecked],
             "changes": [{"flags": change.flags, "why": change.why} for change in self.changes],
             "commands": self.commands,
         }
@@ -65,7 +65,7 @@ def explain(folder: Path) -> Explanation:
     return Explanation(
         entry,
         [setup(about, history), *progress(entry, about, history)],
-        [*sampled_reward(history), *held_out_reward(history)],
+        [*sampled_reward(history, finished=entry.state == "finished"), *held_out_reward(history)],
         trust_region(history),
         findings,
         unchecked(history),
@@ -97,7 +97,9 @@ def setup(about: Line, history: History) -> str:
     """Model, task, trust region and the settings that matter most."""
     task, model = about.get("task") or {}, about.get("model") or {}
     size = finite(model.get("parameters"))
-    details = [str(about.get("arm_label") or history.region)]
+    details = [
+        str(about.get("arm_label") or _REGION.get(str(history.settings.get("trust_region")), "unknown trust region"))
+    ]
     for name, form in (
         ("learning_rate", "learning rate {:g}"),
         ("regression_coef", "α = {:g}"),
@@ -109,7 +111,11 @@ def setup(about: Line, history: History) -> str:
             text = form.format(value)
             details.append(text.replace("updates", "update") if text.startswith("1 ") else text)
     parameters = f" ({count(size)} parameters)" if size else ""
-    return f"{model.get('name', 'a model')}{parameters} on {task.get('name', 'a task')}: {', '.join(details)}."
+    names = (model.get("name") or "unknown model", task.get("name") or "unknown task")
+    return f"{names[0]}{parameters} on {names[1]}: {', '.join(details)}."
+
+
+_REGION = {"troll": "TROLL", "clip": "clip", "none": "no trust region"}
 
 
 def progress(entry: Entry, about: Line, history: History) -> Iterator[str]:
@@ -132,36 +138,47 @@ def progress(entry: Entry, about: Line, history: History) -> Iterator[str]:
 # ---------------------------------------------------------------------- reward
 
 
-def sampled_reward(history: History) -> list[str]:
-    """First rollout, highest, end, and whether the reward still rises."""
+def sampled_reward(history: History, finished: bool = True) -> list[str]:
+    """The reward of the first rollout, the highest and the last mean, and the trend."""
     reward, mean = history.reward, smoothed(history)
-    if not np.isfinite(reward).any():
+    known = np.isfinite(reward)
+    if not known.any():
         return ["No reward was logged."]
-    if not np.isfinite(mean).any():
-        return [f"Sampled reward {', '.join(score(x) for x in reward)}: too few rollouts for a trend."]
-    best = int(np.nanargmax(mean))
-    end = f"{score(mean[-1])} at the end"
+    gaps = [] if known.all() else [f"{int((~known).sum())} of {plural(len(reward), 'rollout')} logged no reward."]
+    at = np.flatnonzero(np.isfinite(mean))
+    if not at.size:
+        values = ", ".join(score(x) for x in reward[known])
+        return [f"Sampled reward {values}: too few rollouts for a trend.", *gaps]
+    best, last = int(np.nanargmax(mean)), int(at[-1])
+    end = f"{score(mean[last])} {'at the end' if last == len(mean) - 1 else f'(update {history.ends(last)}), the last'}"
     peak = f"{score(mean[best])} at its highest (update {history.ends(best)}), {end}"
-    path = f"{end}, the highest" if best == len(mean) - 1 else peak
+    path = f"{end}, the highest" if best == last else peak
+    first = int(np.flatnonzero(known)[0])
+    where = "in the first rollout" if first == 0 else f"in the rollout of update {history.begins(first)}"
     return [
-        f"Sampled reward {score(reward[0])} in the first rollout; mean over {SMOOTH} rollouts: {path}.",
-        _direction(history),
+        f"Sampled reward {score(reward[first])} {where}; mean over {SMOOTH} rollouts: {path}.",
+        _trend(history, best, last, finished),
+        *gaps,
     ]
 
 
-def _direction(history: History) -> str:
+def _trend(history: History, best: int, last: int, finished: bool) -> str:
+    """Whether the reward fell, rose or plateaued up to the rollout ``last``; its highest mean is that of ``best``."""
+    if fallen(history)[last]:
+        return f"The reward has fallen since update {history.ends(best)}."
     if len(history) < SMOOTH + STALLED:
-        return f"Whether the reward still rises cannot be told before {SMOOTH + STALLED} rollouts."
-    if not stalled(history)[-1]:
-        return "The reward was still rising: more updates may help (--max_steps)."
-    return "The reward has plateaued."
+        return f"A trend needs {SMOOTH + STALLED} rollouts, the run has {len(history)}."
+    if stalled(history)[last]:
+        return f"The reward has plateaued: the last {STALLED} rollouts brought no clearly higher mean."
+    more = finished and not near_top(history)[last]
+    return f"The reward rose in the last {STALLED} rollouts{': more updates may help (--max_steps)' if more else ''}."
 
 
 def held_out_reward(history: History) -> list[str]:
     """First, highest and last held-out reward."""
     values = [(x["step"], y) for x in history.evaluations if (y := finite(x.get("eval_reward"))) is not None]
     if not values:
-        return ["No held-out reward was measured (--eval_strategy no, or no evaluation yet)."]
+        return ["No held-out reward was logged: evaluation is off (--eval_strategy no) or has not run yet."]
     shown = sorted({values[0], max(values, key=lambda pair: pair[1]), values[-1]})
     return [f"Held-out reward {' → '.join(f'{score(y)} (update {step})' for step, y in shown)}."]
 
@@ -174,7 +191,9 @@ def trust_region(history: History) -> list[str]:
     if not len(history):
         return ["No update was logged."]
     if history.updates == 1:
-        return [f"{_ACTOR.get(history.region, 'A trust region')} could not act: each rollout is used for one update."]
+        actor = _ACTOR.get(history.region)
+        why = "each rollout is used for one update"
+        return [f"{actor} could not act: {why}." if actor else f"Nothing constrained the updates; {why}."]
     return [_constrained(history), _distance(history)]
 
 
@@ -204,14 +223,14 @@ def _distance(history: History) -> str:
     if not np.isfinite(largest).any() or not np.isfinite(mean).any():
         return "The token KL was not logged (--measure_kl true)."
     text = f"Token KL to the old policy: mean {number(float(np.nanmean(mean)))}, largest {number(np.nanmax(largest))}"
-    after = history.most("troll/kl_after/max")
-    if history.region != "troll" or not np.isfinite(after).any():
+    if history.region != "troll":
         return f"{text}, without a bound."
-    bound = history.setting("kl_bound")
+    after, bound = history.most("troll/kl_after/max"), history.setting("kl_bound")
+    projected = f", after projection {number(np.nanmax(after))}" if np.isfinite(after).any() else ""
     limit = (
         "" if bound is None else f"; the bound {'adapts, starting from' if history.adapts else 'is'} {number(bound)}"
     )
-    return f"{text}, after projection {number(np.nanmax(after))}{limit}."
+    return f"{text}{projected}{limit}."
 
 
 # ---------------------------------------------------------------------- cards of the report

@@ -15,7 +15,7 @@ from troll.errors import InputError, require_choice
 from troll.lab.report import narrator, samples
 from troll.lab.report.comparison_figures import COMPARISON_FIGURES, ComparisonData
 from troll.lab.report.figures import RUN_FIGURES, Entry
-from troll.lab.report.rules import find, unchecked
+from troll.lab.report.rules import find, no_findings, unchecked
 from troll.lab.report.run_data import Missing, RunData
 from troll.lab.report.style import PAPER, SMALL, css_palette, inline_svg, save, style
 from troll.lab.runs import Comparison, Run
@@ -84,7 +84,8 @@ def run_page(run: RunData, config: str | None) -> str:
         facts=_facts(run.about),
         cards=narrator.cards(run.history),
         sentences=narrator.lede(run.about, run.history),
-        warnings=find(run.history),
+        findings=find(run.history),
+        no_findings=no_findings(unchecked(run.history)),
         unchecked=unchecked(run.history),
         figures=_figures(run, RUN_FIGURES),
         shown=[{"id": "samples", "title": None, "steps": samples.steps(run, scale), "projects": run.projects}],

@@ -6,7 +6,7 @@ Only the rules judge a run. The console, the report and ``troll explain`` show t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ __all__ = [
     "Unchecked",
     "changes",
     "find",
+    "no_findings",
     "unchecked",
 ]
 
@@ -43,13 +44,18 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Unchecked:
-    """Rules that could not be checked, and the metrics that the log lacks."""
+    """Rules that could not be checked, and what the log lacks."""
 
-    rules: tuple[str, ...]
-    metrics: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    why: str
 
     def __str__(self) -> str:
-        return f"{', '.join(self.rules)}: the log has no {' and no '.join(self.metrics)}"
+        titles = "all rules" if self.rules == RULES else ", ".join(rule.title for rule in self.rules)
+        return f"{titles[:1].upper()}{titles[1:]}: {self.why}"
+
+    def as_json(self) -> Line:
+        """The names of the rules, and the reason."""
+        return {"rules": [rule.name for rule in self.rules], "why": self.why}
 
 
 def find(history: History) -> list[Finding]:
@@ -59,12 +65,21 @@ def find(history: History) -> list[Finding]:
 
 
 def unchecked(history: History) -> list[Unchecked]:
-    """The rules whose metrics the log lacks, those with the same metrics together."""
-    by_metrics: dict[tuple[str, ...], list[str]] = {}
+    """The rules for which the log has too few rollouts or lacks a metric, those with the same reason together."""
+    if not len(history):
+        return [Unchecked(RULES, "no update was logged")]
+    by_reason: dict[str, list[Rule]] = {}
     for rule in RULES:
-        if missing := rule.missing(history):
-            by_metrics.setdefault(missing, []).append(rule.name)
-    return [Unchecked(tuple(names), metrics) for metrics, names in by_metrics.items()]
+        if (why := rule.lacks(history)) and rule(history) is None:
+            by_reason.setdefault(why, []).append(rule)
+    return [Unchecked(tuple(rules), why) for why, rules in by_reason.items()]
+
+
+def no_findings(missing: Sequence[Unchecked]) -> str:
+    """The sentence in place of findings, given the rules that could not be checked."""
+    if any(x.rules == RULES for x in missing):
+        return "No rule could be checked."
+    return "The rules that could be checked found no problem." if missing else "No rule found a problem."
 
 
 def changes(findings: Collection[Finding]) -> list[Change]:

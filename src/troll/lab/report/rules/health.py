@@ -33,7 +33,7 @@ def has_sampler(history: History) -> bool:
     return history.engine == "verl" or bool(history.settings.get("use_vllm"))
 
 
-@rule("skipped_updates")
+@rule("skipped_updates", "skipped updates")
 def skipped(history: History) -> Finding | None:
     """skipped_updates > 0, or tokens without a distribution: numbers that are not finite."""
     updates, tokens = history.most("troll/skipped_updates"), history.most("troll/skipped_tokens")
@@ -48,7 +48,7 @@ def skipped(history: History) -> Finding | None:
     return found(history, (updates > 0) | (tokens > 0), seen, means, changes)
 
 
-@rule("unscored")
+@rule("unscored", "completions without a reward")
 def unscored(history: History) -> Finding | None:
     """unscored_completions > 0: without a reward they teach nothing."""
     count = history.most("troll/unscored_completions")
@@ -61,7 +61,7 @@ def unscored(history: History) -> Finding | None:
     )
 
 
-@rule("infra_error")
+@rule("infra_error", "sandbox errors")
 def infra(history: History) -> Finding | None:
     """code/infra_error > 0: programs that the sandbox could not judge."""
     share = history.most("code/infra_error")
@@ -74,7 +74,7 @@ def infra(history: History) -> Finding | None:
     )
 
 
-@rule("cut_completions", "completions/clipped_ratio")
+@rule("cut_completions", "truncated completions", "completions/clipped_ratio", rollouts=ROLLOUTS)
 def cut(history: History) -> Finding | None:
     """completions/clipped_ratio > ``CUT`` on ``ROLLOUTS`` rollouts."""
     share = history.first("completions/clipped_ratio")
@@ -88,7 +88,7 @@ def cut(history: History) -> Finding | None:
     )
 
 
-@rule("gradient_spikes", "grad_norm")
+@rule("gradient_spikes", "gradient spikes", "grad_norm", rollouts=FEWEST + SPIKES)
 def spikes(history: History) -> Finding | None:
     """grad_norm > ``SPIKE`` × the median of earlier rollouts, on ``SPIKES`` of the last ``SPIKE_ROLLOUTS``."""
     norm = history.most("grad_norm")
@@ -112,7 +112,13 @@ def spikes(history: History) -> Finding | None:
     )
 
 
-@rule("sampler_mismatch", "sampling/sampling_logp_difference/mean", when=has_sampler)
+@rule(
+    "sampler_mismatch",
+    "difference between sampler and trainer",
+    "sampling/sampling_logp_difference/mean",
+    rollouts=ROLLOUTS,
+    when=has_sampler,
+)
 def sampler(history: History) -> Finding | None:
     """sampling/sampling_logp_difference/mean > ``MISMATCH`` on ``ROLLOUTS`` rollouts."""
     gap = history.first("sampling/sampling_logp_difference/mean")
@@ -126,7 +132,7 @@ def sampler(history: History) -> Finding | None:
     )
 
 
-@rule("unconverged", "troll/unconverged_tokens", when=projects)
+@rule("unconverged", "convergence of the solver", "troll/unconverged_tokens", when=projects)
 def unconverged(history: History) -> Finding | None:
     """unconverged_tokens > 0: the solver stopped at its step limit."""
     count = history.most("troll/unconverged_tokens")

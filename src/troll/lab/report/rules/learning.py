@@ -9,6 +9,7 @@ import numpy as np
 
 from troll.lab.report.rules.history import (
     SMOOTH,
+    STALLED,
     Array,
     History,
     Mask,
@@ -21,6 +22,7 @@ from troll.lab.report.rules.history import (
     stalled,
     throughout,
     trailing,
+    trend,
 )
 from troll.lab.report.rules.rule import NOTE, Change, Finding, found, larger_groups, rule, scaled, slower
 from troll.lab.runs.formatting import percent, plural, score
@@ -50,7 +52,7 @@ HELD_OUT, HELD_OUT_TIMES = 0.75, 2
 LARGER = "rewards in larger groups are less often equal"
 
 
-@rule("reward_collapse", "reward")
+@rule("reward_collapse", "collapse of the reward", "reward", rollouts=COLLAPSED_ROLLOUTS)
 def reward_collapse(history: History) -> Finding | None:
     """Mean reward of ``COLLAPSED_ROLLOUTS`` down by ``COLLAPSED`` of its highest, beyond the noise; or each of the last
     ``SUDDEN_ROLLOUTS`` rewards, so that a fall at the end of a run is seen.
@@ -91,17 +93,17 @@ def reward_collapse(history: History) -> Finding | None:
     )
 
 
-@rule("entropy_collapse", ("entropy", "troll/entropy"))
+@rule("entropy_collapse", "collapse of the entropy", ("entropy", "troll/entropy"), "reward", rollouts=SMOOTH + STALLED)
 def entropy_collapse(history: History) -> Finding | None:
     """Entropy below ``ENTROPY_LEFT`` of the first rollout's, a reward that no longer rises and is not near the top."""
-    entropy, now = history.entropy, smoothed(history)
+    entropy = history.entropy
     start = entropy[np.isfinite(entropy)][:1]
     first = float(start[0]) if start.size else math.nan
     holds = throughout(entropy < ENTROPY_LEFT * first, SMOOTH) & stalled(history) & ~near_top(history)
     return found(
         history,
         holds,
-        lambda i: f"entropy fell from {first:.3g} to {entropy[i]:.2g}, and the reward has plateaued at {score(now[i])}",
+        lambda i: f"entropy fell from {first:.3g} to {entropy[i]:.2g}, and {trend(history, i)}",
         "The completions of a group are nearly identical, so there is little left to learn from",
         [
             slower(history, "the trust region bounds each update, not their sum", 1 / 3),
@@ -112,7 +114,7 @@ def entropy_collapse(history: History) -> Finding | None:
     )
 
 
-@rule("no_signal", "frac_reward_zero_std")
+@rule("no_signal", "groups with equal rewards", "frac_reward_zero_std", "reward", rollouts=SMOOTH)
 def no_signal(history: History) -> Finding | None:
     """frac_reward_zero_std > ``SAME_REWARD`` on ``SMOOTH`` rollouts, with a reward that is not near the top."""
     larger = larger_groups(history, LARGER)
@@ -123,7 +125,7 @@ def no_signal(history: History) -> Finding | None:
     return found(history, holds, _alike_seen(history), means, changes, SMOOTH)
 
 
-@rule("settled", "frac_reward_zero_std")
+@rule("settled", "convergence before all problems are solved", "frac_reward_zero_std", "reward", rollouts=SMOOTH)
 def settled(history: History) -> Finding | None:
     """The same with a reward near the top, where more than ``LEFT`` of the groups are alike and below 1."""
     left, alike = _left(history), _alike_seen(history)
@@ -147,7 +149,7 @@ def settled(history: History) -> Finding | None:
     )
 
 
-@rule("solved", "frac_reward_zero_std")
+@rule("solved", "problems that are all solved", "frac_reward_zero_std", "reward", rollouts=SMOOTH)
 def solved(history: History) -> Finding | None:
     """The same where no more than ``LEFT`` are known to be: nearly all answers are right."""
     means = "The training problems are solved, and almost nothing is left to learn from them"
@@ -180,7 +182,7 @@ def _alike_seen(history: History) -> Callable[[int], str]:
     )
 
 
-@rule("flat", "reward")
+@rule("flat", "reward that does not rise", "reward", rollouts=FLAT_ROLLOUTS)
 def flat(history: History) -> Finding | None:
     """After ``FLAT_ROLLOUTS`` neither the smoothed nor the held-out reward was above its start, beyond the noise."""
     best = highest(smoothed(history))
@@ -226,7 +228,7 @@ def _instead_of_flat(history: History) -> list[Change | None]:
     if math.isnan(typical):
         if mean > bound:  # says the same as p99 > 20 bounds in 456 of the 472 stored runs that have both
             return [slower(history, f"the mean token KL is {mean / bound:.0f} times the bound", 1 / 3), easier]
-        unknown = "whether updates are too small or too large cannot be told: the log has no troll/kl_before/p99"
+        unknown = "the log has no troll/kl_before/p99, so it is unknown whether the updates are too small or too large"
         return [Change("", unknown), easier]
     if typical < bound / 5:
         return [scaled(history, "learning_rate", 3, "updates are very small"), easier]
@@ -235,7 +237,9 @@ def _instead_of_flat(history: History) -> list[Change | None]:
     return [larger_groups(history, "less noise in the advantages"), easier]
 
 
-@rule("held_out_gap", "eval_reward")
+@rule(
+    "held_out_gap", "gap to the held-out reward", "eval_reward", "reward", rollouts=SMOOTH, evaluations=HELD_OUT_TIMES
+)
 def held_out_gap(history: History) -> Finding | None:
     """Held-out reward < ``HELD_OUT`` × sampled reward on ``HELD_OUT_TIMES`` evaluations in a row after the first."""
     now, values = smoothed(history), held_out(history)

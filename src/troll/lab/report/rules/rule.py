@@ -9,6 +9,7 @@ import numpy as np
 
 from troll.lab.report.rules.history import History, Mask
 from troll.lab.runs.folder import Line
+from troll.lab.runs.formatting import plural
 
 WARNING, NOTE = "warning", "note"
 """A problem to fix; a fact to know."""
@@ -66,12 +67,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on the log of a run, and the metrics it needs."""
+    """A condition on the log of a run, and the data it needs."""
 
     name: str
+    """The identifier in JSON and in ``docs/explain.md``."""
+    title: str
+    """What is checked, in words."""
     check: Callable[[History], Finding | None]
     needs: tuple[tuple[str, ...], ...]
     """Metrics without which the condition cannot be checked; of each tuple one suffices."""
+    rollouts: int
+    """Rollouts without which the condition cannot hold."""
+    evaluations: int
+    """Evaluations after the start of training without which it cannot hold."""
     when: Callable[[History], bool]
     """Whether the rule concerns a run with these settings."""
 
@@ -80,19 +88,34 @@ class Rule:
         finding = self.check(history)
         return None if finding is None else replace(finding, name=self.name)
 
-    def missing(self, history: History) -> tuple[str, ...]:
-        """The needed metrics that were never logged; none if the rule does not concern the run."""
+    def lacks(self, history: History) -> str:
+        """Why the condition cannot be checked in a run; empty if it can, or if the rule does not concern the run."""
         if not len(history) or not self.when(history):
-            return ()
-        return tuple(" or ".join(names) for names in self.needs if not any(map(history.has, names)))
+            return ""
+        if missing := [" or ".join(names) for names in self.needs if not any(map(history.has, names))]:
+            return f"the log has no {' and no '.join(missing)}"
+        if len(history) < self.rollouts:
+            return f"{plural(self.rollouts, 'rollout')} needed, the run has {len(history)}"
+        for names in self.needs:
+            logged = int(np.any([history.logged(name) for name in names], axis=0).sum())
+            if logged < self.rollouts and "eval_reward" not in names:
+                return f"{plural(self.rollouts, 'rollout')} with {' or '.join(names)} needed, the log has {logged}"
+        if history.evaluated < self.evaluations:
+            return f"{plural(self.evaluations, 'evaluation')} during training needed, the run has {history.evaluated}"
+        return ""
 
 
 def rule(
-    name: str, *needs: str | tuple[str, ...], when: Callable[[History], bool] = lambda _: True
+    name: str,
+    title: str,
+    *needs: str | tuple[str, ...],
+    rollouts: int = 1,
+    evaluations: int = 0,
+    when: Callable[[History], bool] = lambda _: True,
 ) -> Callable[[Callable[[History], Finding | None]], Rule]:
-    """Make a rule of a function; ``needs`` are the metrics it cannot do without."""
+    """Make a rule of a function; ``needs`` are the metrics without which it cannot be checked."""
     tuples = tuple((x,) if isinstance(x, str) else x for x in needs)
-    return lambda check: Rule(name, check, tuples, when)
+    return lambda check: Rule(name, title, check, tuples, rollouts, evaluations, when)
 
 
 def found(

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from troll.lab.report.rules.health import projects
-from troll.lab.report.rules.history import Array, History, Mask, highest, stalled, throughout, trailing
+from troll.lab.report.rules.history import (
+    SMOOTH,
+    STALLED,
+    Array,
+    History,
+    Mask,
+    highest,
+    stalled,
+    throughout,
+    trailing,
+    trend,
+)
 from troll.lab.report.rules.rule import NOTE, Change, Finding, fewer_updates, found, rule, scaled, slower
 from troll.lab.runs.folder import Line
 from troll.lab.runs.formatting import number, percent, plural
@@ -40,15 +51,20 @@ WIDE_BOUND = 0.2
 both seeds."""
 
 
-def _can_act(history: History) -> bool:
-    return history.region != "none" and history.updates != 1
+def _may_be_idle(history: History) -> bool:
+    """Whether a trust region could have acted, and no log line shows that it did."""
+    acted = history.most(_SHARE.get(history.region, "")) > 0
+    return history.region != "none" and history.updates != 1 and not acted.any()
+
+
+_SHARE = {"troll": "troll/projected_fraction", "clip": "clip_ratio/region_mean"}
 
 
 def _pulls(history: History) -> bool:
     return projects(history) and (history.setting("regression_coef") or 0.0) > WEAK
 
 
-@rule("bound_exceeded", "troll/kl_after/max", when=lambda h: h.bound is not None)
+@rule("bound_exceeded", "KL above the bound", "troll/kl_after/max", when=lambda h: h.bound is not None)
 def bound_exceeded(history: History) -> Finding | None:
     """kl_after/max > kl_bound, both in single precision, in which the KL is computed."""
     largest, bound = history.most("troll/kl_after/max"), history.bound
@@ -61,7 +77,7 @@ def bound_exceeded(history: History) -> Finding | None:
     )
 
 
-@rule("one_update")
+@rule("one_update", "one update per rollout")
 def one_update(history: History) -> Finding | None:
     """updates per rollout = 1: proposal and old policy are the same, so nothing can be projected or clipped."""
     once = history.setting("updates_per_generation") == 1 and history.region != "none"
@@ -71,20 +87,31 @@ def one_update(history: History) -> Finding | None:
     return found(history, holds, lambda i: "each rollout is used for one update", means, [change])
 
 
-@rule("projected", "troll/projected_fraction", when=lambda h: projects(h) and h.updates != 1)
+@rule(
+    "projected",
+    "share of projected tokens",
+    "troll/projected_fraction",
+    rollouts=ROLLOUTS,
+    when=lambda h: projects(h) and h.updates != 1,
+)
 def projected(history: History) -> Finding | None:
     """projected_fraction > ``PROJECTED`` on each of ``ROLLOUTS`` rollouts."""
     share = history.mean("troll/projected_fraction")
-    bound = history.setting("kl_bound") or math.inf
+    bound, distance = history.setting("kl_bound") or math.inf, history.mean("troll/kl_before/mean")
+    holds = throughout(share > PROJECTED, ROLLOUTS)
+    last = np.flatnonzero(holds)[-1:]
+    far_on_average = bool(last.size) and _recent(distance, int(last[0])) > max(bound, WIDE_BOUND)
     wider = Change(f"--kl_bound {WIDE_BOUND:g}", "a narrow bound slows learning; 0.2 learned more in our runs")
     changes = [
-        wider if bound < WIDE_BOUND else None,
-        slower(history, "smaller updates stay inside the region"),
+        wider if bound < WIDE_BOUND and not far_on_average else None,
+        slower(history, "the mean token KL is far outside the bound", 1 / 3)
+        if far_on_average
+        else slower(history, "smaller updates stay inside the region"),
         fewer_updates(history, "the later updates on a rollout are the ones that leave the region"),
     ]
     return found(
         history,
-        throughout(share > PROJECTED, ROLLOUTS),
+        holds,
         lambda i: f"{percent(_recent(share, i))} of the tokens were projected, over {ROLLOUTS} rollouts",
         "Updates leave the trust region, and the projection undoes much of each",
         changes,
@@ -92,11 +119,16 @@ def projected(history: History) -> Finding | None:
     )
 
 
-@rule("idle", ("troll/projected_fraction", "clip_ratio/region_mean"), when=_can_act)
+@rule(
+    "idle",
+    "trust region that never acts",
+    ("troll/projected_fraction", "clip_ratio/region_mean"),
+    rollouts=IDLE_ROLLOUTS,
+    when=_may_be_idle,
+)
 def idle(history: History) -> Finding | None:
     """Nothing was projected, or clipped, on any of at least ``IDLE_ROLLOUTS`` rollouts of several updates each."""
-    name = {"troll": "troll/projected_fraction", "clip": "clip_ratio/region_mean"}.get(history.region, "")
-    acted, reach = highest(history.most(name)), highest(history.most("troll/kl_before/max"))
+    acted, reach = highest(history.most(_SHARE.get(history.region, ""))), highest(history.most("troll/kl_before/max"))
     several = history.setting("updates_per_generation") != 1
     enough = np.arange(len(history)) >= IDLE_ROLLOUTS - 1
 
@@ -112,7 +144,13 @@ def idle(history: History) -> Finding | None:
     return found(history, enough & several & (acted == 0), seen, means, changes, IDLE_ROLLOUTS, NOTE)
 
 
-@rule("far_outside", "troll/kl_before/p99", when=lambda h: h.updates != 1)
+@rule(
+    "far_outside",
+    "distance from the old policy",
+    "troll/kl_before/p99",
+    rollouts=ROLLOUTS,
+    when=lambda h: h.updates != 1,
+)
 def far(history: History) -> Finding | None:
     """p99 of KL(π̃ ‖ π_old) in the last update > ``FAR`` bounds, or ``FAR_NATS`` without one, on ``ROLLOUTS``."""
     reach, after = history.last("troll/kl_before/p99"), highest(history.most("troll/kl_after/max"))
@@ -140,7 +178,15 @@ def far(history: History) -> Finding | None:
     return found(history, throughout(reach > limit, ROLLOUTS), seen, means, changes, ROLLOUTS, level)
 
 
-@rule("regression_outweighs", "loss", "troll/regression", when=_pulls)
+@rule(
+    "regression_outweighs",
+    "weight of the regression term",
+    "loss",
+    "troll/regression",
+    "reward",
+    rollouts=SMOOTH + STALLED,
+    when=_pulls,
+)
 def regression(history: History) -> Finding | None:
     """α · regression / (α · regression + |loss − α · regression|) > ``OUTWEIGHS`` while the reward rests."""
     coef = history.setting("regression_coef") or 0.0
@@ -150,14 +196,20 @@ def regression(history: History) -> Finding | None:
     return found(
         history,
         (coef > WEAK) & (typical > OUTWEIGHS) & stalled(history),
-        lambda i: f"{percent(typical[i])} of the loss is the regression term, and the reward has plateaued",
+        lambda i: f"{percent(typical[i])} of the loss is the regression term, and {trend(history, i)}",
         "The pull towards the projection outweighs the policy gradient",
         [scaled(history, "regression_coef", 0.1, "a weaker pull learns faster with few completions per update")],
         ROLLOUTS,
     )
 
 
-@rule("clipped", "clip_ratio/region_mean", when=lambda h: h.region == "clip" and h.updates != 1)
+@rule(
+    "clipped",
+    "share of clipped tokens",
+    "clip_ratio/region_mean",
+    rollouts=ROLLOUTS,
+    when=lambda h: h.region == "clip" and h.updates != 1,
+)
 def clipped(history: History) -> Finding | None:
     """clip_ratio/region_mean > ``CLIPPED`` (ratios of sequences: ``CLIPPED_SEQUENCES``) on ``ROLLOUTS`` rollouts."""
     share = history.mean("clip_ratio/region_mean")
@@ -176,7 +228,7 @@ def clipped(history: History) -> Finding | None:
     )
 
 
-@rule("kept_mass", "troll/kept_mass/old", when=projects)
+@rule("kept_mass", "probability of the kept tokens", "troll/kept_mass/old", rollouts=ROLLOUTS, when=projects)
 def kept_mass(history: History) -> Finding | None:
     """kept_mass/old < ``KEPT_MASS_FLOOR`` with the floor, < ``KEPT_MASS_BUCKET`` with the bucket, on ``ROLLOUTS``."""
     mass, floor = history.mean("troll/kept_mass/old"), history.settings.get("tail") == "floor"
@@ -201,7 +253,7 @@ def kept_mass(history: History) -> Finding | None:
     )
 
 
-@rule("lost_mass", "troll/lost_mass", when=projects)
+@rule("lost_mass", "probability on tokens that the old policy excludes", "troll/lost_mass", when=projects)
 def lost_mass(history: History) -> Finding | None:
     """lost_mass > 0: the old policy was scored with truncated sampling."""
     lost = history.most("troll/lost_mass")
