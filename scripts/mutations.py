@@ -94,7 +94,7 @@ MUTATIONS = [
     Mutation("a pull that forgets the advantages", "trl/trainer.py", "else self.region.regression_coef * size", "else self.region.regression_coef"),
     Mutation("old policies of the wrong sequences", "trl/passes.py", "return self.policies", "return self.policies[::-1]"),
     Mutation("TRL's clip left on", "trl/trainer.py", "self.epsilon_low = self.epsilon_high = math.inf", "pass"),
-    Mutation("rollout forgotten on resume", "trl/robust/resume.py", "self._buffered_inputs = rollout_state.load(path, self.accelerator.device)", "pass"),
+    Mutation("rollout forgotten on resume", "trl/robust/checkpoints.py", "self._buffered_inputs = load_rollout(path, self.accelerator.device)", "pass"),
     Mutation("a rule that looks ahead", "lab/report/rules/rule.py", "said=history.ends(i)", "said=history.ends(j)"),
     Mutation("noise taken for a fall", "lab/report/rules/learning.py", "steps * noise(history)) & (best > base)", "0 * noise(history)) & (best > base)"),
     Mutation("one low rollout of two for a fall", "lab/report/rules/learning.py", "SUDDEN_ROLLOUTS, np.max)", "SUDDEN_ROLLOUTS, np.min)"),

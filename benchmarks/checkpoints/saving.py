@@ -41,7 +41,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from troll.lab.training.provenance import machine
 from troll.trl import TROLLConfig, TROLLTrainer
-from troll.trl.robust import rollout_state as rollout
 from troll.trl.robust import store
 from troll.trl.robust.store import last_good
 
@@ -129,7 +128,11 @@ def save(run: Any, kind: str, step: int) -> dict[str, Any]:
     places = [(run, "save_model", "weights"), (run, "_save_optimizer_and_scheduler", "optimizer and rollout")]
     places += [(run, "create_model_card", "model card")]
     if kind == "troll":
-        places += [(rollout, "save", "rollout"), (store, "verify", "read again"), (store, "_publish", "rename")]
+        places += [
+            (sys.modules["troll.trl.robust.checkpoints"], "save_rollout", "rollout"),
+            (store, "verify", "read again"),
+            (store, "_publish", "rename"),
+        ]
         places += [(sys.modules["troll.trl.robust.checkpoints"], "commit", "commit")]
         places += [(sys.modules["troll.trl.robust.checkpoints"], "rotate", "delete the old one")]
         places += [(store, "sync_file", "sync (sum over threads)"), (store, "checksum", "checksums (sum over threads)")]

@@ -25,8 +25,7 @@ from accelerate import Accelerator
 from overhead import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from troll.modeling import gqa_decoding
-from troll.trl.trainer import fast_decoding
+from troll.modeling import fast_decoding, gqa_decoding
 
 Arm = Callable[[Accelerator], AbstractContextManager[Any]]
 ARMS: dict[str, Arm] = {

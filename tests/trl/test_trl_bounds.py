@@ -23,7 +23,7 @@ from troll.objective.bounds import Measured
 from troll.policy import PackedPolicy
 from troll.trl import TROLLConfig, TROLLTrainer
 from troll.trl.passes import OLD_POLICY
-from troll.trl.robust.resume import ABOUT
+from troll.trl.robust.checkpoints import ABOUT
 from troll.trl.robust.store import MANIFEST
 from troll.trl.trust_region import BOUND_SCHEDULES, canonical_schedule, parse_schedule
 

@@ -10,8 +10,9 @@ import pickle
 import re
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -23,6 +24,7 @@ from trl_cases import DEFAULTS, config, logged, lower_case, prompts, stock_train
 from troll.errors import InputError
 from troll.trl import TROLLConfig, TROLLTrainer
 from troll.trl import trainer as trainer_module
+from troll.trl.checks import check_datasets
 
 
 def plain(folder: Path, **changes: Any) -> TROLLConfig:
@@ -252,9 +254,20 @@ def test_TRLs_own_estimator_keeps_all_its_options(tmp_path: Path) -> None:
         ("kl_bound", "0.1", "kl_bound must be a number, got the str '0.1'. Write kl_bound=0.1."),
         ("kl_bound", True, "kl_bound must be a number, got the bool True. Pass a number."),
         ("kl_bound", [0.1], "kl_bound must be a number, got the list [0.1]. Pass a number."),
-        ("max_support", 64.0, "max_support must be a whole number, got the float 64.0. Pass a whole number."),
+        ("max_support", 64.0, "max_support must be a whole number, got the float 64.0. Write max_support=64."),
         ("updates_per_generation", 2.5, "updates_per_generation must be a whole number, got the float 2.5."),
         ("measure_kl", "yes", "measure_kl must be True or False, got the str 'yes'. Pass True or False."),
+        ("num_generations", "8", "num_generations must be a whole number, got the str '8'. Write num_generations=8."),
+        ("num_generations", "8.5", "num_generations must be a whole number, got the str '8.5'. Pass a whole number."),
+        ("max_steps", True, "max_steps must be a whole number, got the bool True. Pass a whole number."),
+        ("learning_rate", "1e-5", "learning_rate must be a number, got the str '1e-5'. Write learning_rate=1e-05."),
+        ("learning_rate", None, "learning_rate must be a number, got None. The default is 1e-06."),
+        ("use_vllm", "False", "use_vllm must be True or False, got the str 'False'. Write use_vllm=False."),
+        ("loss_type", 1, "loss_type must be a string, got the int 1. Pass a string."),
+        ("lr_scheduler_type", 1, "lr_scheduler_type must be a string, got the int 1. Pass a string."),
+        ("report_to", 1, "report_to must be a string or a list, got the int 1. Pass a string or a list."),
+        ("reward_weights", 1.0, "reward_weights must be a list, got the float 1.0. Pass a list."),
+        ("generation_kwargs", 1, "generation_kwargs must be a dictionary or a string, got the int 1."),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_its_field_and_the_type(
@@ -262,6 +275,25 @@ def test_a_value_of_another_type_is_refused_with_its_field_and_the_type(
 ) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
         plain(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("entry", fields(TROLLConfig), ids=lambda entry: str(entry.name))
+def test_every_field_of_TRL_refuses_a_value_of_another_type_by_name(tmp_path: Path, entry: Any) -> None:
+    if entry.name in {"scale_rewards", "fsdp", "parallelism_config", "trackio_static_space_id"}:
+        return  # TRL and transformers take more types than they declare, or a class
+    hint = str(get_type_hints(TROLLConfig)[entry.name])
+    wrong = 3 if "str" in hint and "int" not in hint else [0.5] if "int" in hint and "str" in hint else "wrong"
+    given = {"output_dir": str(tmp_path), "report_to": "none", entry.name: wrong}
+    if entry.name == "include_num_input_tokens_seen":
+        given[entry.name] = 2.5
+    with pytest.raises(InputError, match=rf"^{entry.name} must be "):
+        TROLLConfig(**given)
+
+
+def test_values_of_the_declared_types_are_accepted(tmp_path: Path) -> None:
+    made = TROLLConfig(tmp_path / "run", bf16=np.bool_(False), max_steps=np.int64(3), learning_rate=1, report_to=[])
+    assert made.learning_rate == 1
+    assert TROLLConfig(str(tmp_path), scale_rewards=False, bf16=False).scale_rewards == "none"
 
 
 @pytest.mark.parametrize(
@@ -448,13 +480,36 @@ def test_epsilon_is_TRLs_with_clip_and_infinite_with_none(
     assert (run.epsilon_low, run.epsilon_high) == expected
 
 
-@pytest.mark.parametrize(("warmup", "warns"), [(4, True), (9, True), (3, False), (0, False)])
-def test_a_warm_up_that_never_ends_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, warmup: int, warns: bool
+NEVER = "warmup_steps={} is not below max_steps=4: the learning rate never reaches 0.01"
+NO_WARMUP = "warmup_steps={} has no effect with lr_scheduler_type='{}': the first update already has learning rate 0.01"
+
+
+@pytest.mark.parametrize(
+    ("warmup", "scheduler", "expected"),
+    [
+        *((4, scheduler, NEVER.format(4)) for scheduler in ("linear", "cosine", "constant_with_warmup")),
+        (9, "linear", NEVER.format(9)),
+        *((3, scheduler, None) for scheduler in ("linear", "constant_with_warmup")),
+        *((0, scheduler, None) for scheduler in ("linear", "constant", "constant_with_warmup")),
+        *((warmup, "constant", NO_WARMUP.format(warmup, "constant")) for warmup in (0.5, 3, 9)),
+        (3, "reduce_lr_on_plateau", NO_WARMUP.format(3, "reduce_lr_on_plateau")),
+    ],
+)
+def test_a_warmup_that_never_ends_or_has_no_effect_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, warmup: float, scheduler: str, expected: str | None
 ) -> None:
-    trainer(tmp_path, warmup_steps=warmup, max_steps=4, lr_scheduler_type="constant_with_warmup")
-    expected = f"warmup_steps={warmup} is not below max_steps=4: the learning rate never reaches 0.01"
-    assert [expected in message for message in warnings_of(caplog)] == [True] * warns
+    plateau = {"eval_strategy": "steps", "eval_steps": 2} if scheduler == "reduce_lr_on_plateau" else {}
+    trainer(tmp_path, warmup_steps=warmup, max_steps=4, lr_scheduler_type=scheduler, eval_dataset=prompts(), **plateau)
+    found = [message for message in warnings_of(caplog) if "warmup_steps" in message]
+    assert len(found) == (expected is not None)
+    assert all(str(expected) in message for message in found)
+
+
+@pytest.mark.parametrize(("scheduler", "first"), [("constant", 0.01), ("constant_with_warmup", 0.0)])
+def test_the_warning_agrees_with_transformers(tmp_path: Path, scheduler: str, first: float) -> None:
+    run = trainer(tmp_path, warmup_steps=2, max_steps=4, lr_scheduler_type=scheduler)
+    run.create_optimizer_and_scheduler(4)
+    assert run.lr_scheduler.get_last_lr() == [first] * len(run.optimizer.param_groups)
 
 
 def test_a_warm_up_without_effect_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -465,22 +520,60 @@ def test_a_warm_up_without_effect_is_logged(tmp_path: Path, caplog: pytest.LogCa
 # ------------------------------------------------------------------ what is checked at the start
 
 
+LIKELY = 'Rename the column with the prompts, for example dataset.rename_column("{}", "prompt")'
+
+
 @pytest.mark.parametrize(
-    ("columns", "likely"),
-    [(["answer", "question"], "question"), (["id", "problem"], "problem"), (["first", "second"], "first")],
+    ("columns", "fix"),
+    [
+        (["answer", "question"], LIKELY.format("question")),
+        (["id", "problem"], LIKELY.format("problem")),
+        (["id", "answer"], "Add a column 'prompt', with a string or a list of messages per row"),
+    ],
 )
 @pytest.mark.parametrize("which", ["train_dataset", "eval_dataset", "several"])
 def test_a_dataset_without_prompts_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, columns: list[str], likely: str, which: str
+    tmp_path: Path, columns: list[str], fix: str, which: str
 ) -> None:
     data = Dataset.from_dict({name: ["x"] * 64 for name in columns})
     given = {"train_dataset": prompts(), **({"eval_dataset": {"a": data}} if which == "several" else {which: data})}
     named = "eval_dataset['a']" if which == "several" else which
-    fix = f'dataset.rename_column("{likely}", "prompt")'
     with pytest.raises(InputError, match=re.escape(f"{named} has no column 'prompt', its columns are")) as refusal:
         TROLLTrainer("there/is-no-such-model", lower_case, config(tmp_path), **given)
-    assert fix in refusal.value.fix
+    assert refusal.value.fix == fix
     assert ", ".join(map(repr, columns)) in refusal.value.problem
+
+
+ROWS = [{"prompt": "a"}]
+TYPE = "must be a Dataset or an IterableDataset of the library datasets, got a"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem", "fix"),
+    [
+        ({}, "train_dataset is missing", "Pass a datasets.Dataset with a column 'prompt'"),
+        ({"train_dataset": None}, "train_dataset is missing", "Pass a datasets.Dataset with a column 'prompt'"),
+        ({"train_dataset": ROWS}, f"train_dataset {TYPE} list", "Convert it with datasets.Dataset.from_list(…)"),
+        ({"train_dataset": []}, f"train_dataset {TYPE} list", "For example datasets.Dataset.from_list("),
+        ({"train_dataset": "gsm8k"}, f"train_dataset {TYPE} str", "datasets.load_dataset('gsm8k', split='train')"),
+        ({"train_dataset": {"train": ROWS}}, f"train_dataset {TYPE} dict", "Pass one of its parts: 'train'"),
+        ({"eval_dataset": ROWS}, f"eval_dataset {TYPE} list", "Convert it with"),
+        ({"eval_dataset": {"a": ROWS}}, f"eval_dataset['a'] {TYPE} list", "Convert it with"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, given: dict[str, Any], problem: str, fix: str
+) -> None:
+    if "eval_dataset" in given:
+        given = {"train_dataset": prompts(), **given}
+    with pytest.raises(InputError) as refusal:
+        TROLLTrainer("there/is-no-such-model", lower_case, config(tmp_path), **given)
+    assert refusal.value.problem == problem
+    assert fix in refusal.value.fix
+
+
+def test_an_environment_may_own_the_prompts() -> None:
+    check_datasets("model", lower_case, environment_factory=object)
 
 
 def test_a_data_set_smaller_than_a_rollout_is_refused(tmp_path: Path) -> None:

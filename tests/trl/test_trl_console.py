@@ -10,7 +10,7 @@ from transformers import PrinterCallback, ProgressCallback
 from trl_cases import trainer
 
 from troll.objective.metrics import IMPORTANT
-from troll.trl.console import printed
+from troll.trl.metrics import printed
 
 
 def test_details_are_left_out_and_counters_only_shown_when_they_count() -> None:

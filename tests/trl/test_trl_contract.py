@@ -24,8 +24,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl_cases import stock_trainer, trainer
 
 from troll.trl import TROLLTrainer
-from troll.trl.forward import Forward, Scorer, TokenScores, _rows
-from troll.trl.passes import OldPolicyRecorder, ProjectedScorer
+from troll.trl.passes import Forward, OldPolicyRecorder, ProjectedScorer, Scorer, TokenScores, _rows
 
 HEAD_PARAMETERS = [
     "hidden",
@@ -99,7 +98,7 @@ STATE = {  # attributes that are not methods
         "_fingerprint",
         "_changed",
     ),
-    *("_makes_optimizer", "_update", "_measured", "_reported_faults", "guards", "region"),
+    *("_makes_optimizer", "_update", "_reported_faults", "guards", "region"),
 }
 
 

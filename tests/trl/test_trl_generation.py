@@ -15,9 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 from trl_cases import trainer
 
+from troll import modeling
 from troll import modeling as grouped
 from troll.modeling import gqa_attention
-from troll.trl import trainer as trainer_module
 
 
 class Casts(TorchDispatchMode):
@@ -48,7 +48,7 @@ def test_weights_are_cast_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     trained.model_wrapped = trained.accelerator.prepare_model(trained.model)  # as train() does
     ids, casts = completions(trained)
     assert set(casts) == {1}
-    monkeypatch.setattr(trainer_module, "_UNSHARDED", ())
+    monkeypatch.setattr(modeling, "_UNSHARDED", ())
     again, casts = completions(trained)
     assert min(casts) > 1
     assert ids == again

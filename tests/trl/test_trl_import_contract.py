@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from troll.lab.training.recorder import RecordedTrainer
 from troll.trl import contract
-from troll.trl.robust import fingerprint, resume, state
+from troll.trl.robust import checkpoints, fingerprint, state
 
 OURS = [kind for kind in RecordedTrainer.__mro__ if kind.__module__.startswith("troll.")]
 
@@ -43,18 +43,27 @@ def defined(kind: type) -> set[str]:
 def test_every_override_and_every_attribute_of_the_parent_is_in_the_table() -> None:
     table = {*contract.METHODS, *contract.ATTRIBUTES}
     overridden = {name for kind in OURS for name in vars(kind) if hasattr(GRPOTrainer, name)}
-    hidden = {"__module__", "__doc__", "__parameters__", "__annotations__", "__firstlineno__", "__static_attributes__"}
+    hidden = {
+        "__module__",
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__parameters__",
+        "__annotations__",
+        "__firstlineno__",
+        "__static_attributes__",
+    }
     assert overridden - hidden - table == set()
     ours = {name for kind in OURS for name in defined(kind)} - set(contract.ATTRIBUTES)
     used = {name for kind in OURS for name in read(kind, ("self",))}
-    used |= {name for module in (fingerprint, resume, state) for name in read(module, ("trainer",))}
+    used |= {name for module in (checkpoints, fingerprint, state) for name in read(module, ("trainer",))}
     assert used - ours - table - {"_update"} == set()
     assert {"_tr_loss", "_buffered_inputs", "_metrics", "_logs"} <= used  # the source is read
 
 
 def test_nothing_in_the_table_is_unused() -> None:
     used = {name for kind in OURS for name in {*vars(kind), *read(kind, ("self",))}}
-    used |= {name for module in (fingerprint, resume, state) for name in read(module, ("trainer",))}
+    used |= {name for module in (checkpoints, fingerprint, state) for name in read(module, ("trainer",))}
     by_name = {"entropy_coef", "_last_world_entropy", "_entropy_window_stats"}  # oom_retry reads them by name
     assert {*contract.METHODS, *contract.ATTRIBUTES} - used == by_name
 

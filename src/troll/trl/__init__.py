@@ -1,8 +1,9 @@
 """TRL with a trust region: ``GRPOConfig`` → ``TROLLConfig``, ``GRPOTrainer`` → ``TROLLTrainer``.
 
-``trainer`` wraps five methods of TRL's trainer and copies none; start reading there. ``passes`` and ``forward`` are the
-hook in TRL's forward, ``trust_region`` has ε and α, ``estimators`` the advantages, ``robust`` checkpoints, resume and
-guards. ``contract`` checks, before anything else is imported, that the installed TRL has what we build on.
+``trainer`` wraps five methods of TRL's trainer and copies none; start reading there. ``passes`` is the hook in TRL's
+forward and what runs in it, ``trust_region`` has ε and α, ``estimators`` the advantages, ``checks`` the checks at
+construction, ``robust`` checkpoints, resume and guards. ``contract`` checks, before anything else is imported, that the
+installed TRL has what we build on.
 """
 
 from __future__ import annotations

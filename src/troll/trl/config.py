@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from accelerate.logging import get_logger
@@ -15,8 +14,9 @@ from troll.objective.presets import PRESETS, PresetName, resolve
 from troll.policy import Tail, check_support
 from troll.projection import check_kl_bound
 from troll.trl import contract
+from troll.trl.checks import check_types
 from troll.trl.estimators import Estimator
-from troll.trl.robust.reward_checks import OnInvalidReward
+from troll.trl.robust.reward_validation import OnInvalidReward
 from troll.trl.trust_region import check_schedules
 
 contract.check()
@@ -25,6 +25,7 @@ logger = get_logger(__name__)
 TrustRegion = Literal["troll", "clip", "none"]
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo")  # those whose ratio is unclipped if epsilon is infinite
 DEFAULT_UPDATES = 8
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")  # schedulers of transformers that ignore warmup_steps
 _FROM_PRESET: Any = None  # replaced by the preset's value in __post_init__
 
 
@@ -166,7 +167,7 @@ class TROLLConfig(GRPOConfig):
         return made
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_types(self)
         resolved = resolve(self.preset, **{name: getattr(self, name) for name in asdict(PRESETS["default"])})
         for name, value in asdict(resolved).items():
             setattr(self, name, value)
@@ -189,15 +190,6 @@ class TROLLConfig(GRPOConfig):
         self._check_estimator()
         check_schedules(self)
 
-    def _check_types(self) -> None:
-        """Refuse values of another type, such as kl_bound='0.1'."""
-        for name, (kind, expected) in _TYPES.items():
-            value = getattr(self, name)
-            wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-            if value is not None and wrong:
-                fix = f"Write {name}={value}" if isinstance(value, str) and _is_number(value) else f"Pass {expected}"
-                raise InputError(f"{name} must be {expected}, got the {type(value).__name__} {value!r}", fix)
-
     def warn_about_settings(self) -> None:
         """Log a warning for settings that have no effect, or not the intended one."""
         if self.trust_region != "none" and not self.trust_region_can_act:
@@ -212,10 +204,11 @@ class TROLLConfig(GRPOConfig):
                 f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} have no effect with "
                 f"trust_region='troll': the radius of the trust region is kl_bound={self.kl_bound}."
             )
-        if self.warmup_steps and self.lr_scheduler_type == "constant":
+        if self.warmup_steps > 0 and self.lr_scheduler_type in _WITHOUT_WARMUP:
             logger.warning(
-                f"warmup_steps={self.warmup_steps:g} has no effect with lr_scheduler_type='constant'. Set "
-                "lr_scheduler_type='constant_with_warmup'."
+                f"warmup_steps={self.warmup_steps:g} has no effect with lr_scheduler_type="
+                f"{self.lr_scheduler_type.value!r}: the first update already has learning rate "
+                f"{self.learning_rate:g}. Leave warmup_steps out, or set lr_scheduler_type='constant_with_warmup'."
             )
         elif 0 < self.max_steps <= self.warmup_steps:
             logger.warning(
@@ -298,19 +291,3 @@ class TROLLConfig(GRPOConfig):
                 f"with multi_objective_aggregation={self.multi_objective_aggregation!r}",
                 "Use advantage_estimator='grpo' or multi_objective_aggregation='sum_then_normalize'",
             )
-
-
-_NUMBER, _INTEGER, _BOOL = (Real, "a number"), (Integral, "a whole number"), (bool, "True or False")
-_TYPES: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("kl_bound", "regression_coef", "tail_mass"), _NUMBER),
-    **dict.fromkeys(("max_support", "updates_per_generation", "max_skipped_updates"), _INTEGER),
-    **dict.fromkeys(("scale_regression", "measure_kl", "allow_changes"), _BOOL),
-}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -3,8 +3,8 @@
 =======================================  ===============================================================================
 ``_generate_and_score_completions``      A rollout is generated and scored by TRL; while TRL scores it, the sparse old
                                          policy π_old of every token is recorded and attached to the batch.
-``_get_per_token_logps_and_entropies``   TRL's scoring function. Our pass (``passes``) runs inside its forward
-                                         (``forward``): it records π_old, or returns projected log-probabilities.
+``_get_per_token_logps_and_entropies``   TRL's scoring function. Our pass (``passes``) runs inside its forward: it
+                                         records π_old, or returns projected log-probabilities.
 ``_compute_loss``                        TRL's loss on the ratio of the projected policy, plus α times the regression.
 ``_calculate_rewards``                   Keeps the rewards, for the advantage estimators that TRL does not have.
 ``_generate_single_turn``                Generation with faster decoding; same tokens.
@@ -18,36 +18,41 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
 from torch import Tensor
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from troll.deferred import run_checks
 from troll.errors import InputError
-from troll.modeling import check_dropout, disable_broken_cudnn_attention, gqa_decoding
+from troll.modeling import check_dropout, disable_broken_cudnn_attention, fast_decoding
 from troll.objective import Aggregation, TokenStats, aggregate, summarise
 from troll.objective.bounds import Measured
-from troll.objective.metrics import reduction
+from troll.trl.checks import check_datasets, check_rollout_size
 from troll.trl.config import TROLLConfig
-from troll.trl.console import print_important_metrics
 from troll.trl.estimators import estimate
-from troll.trl.forward import Pass, Scorer
-from troll.trl.passes import ADVANTAGE_SIZE, BOUND_MEAN, OLD_POLICY, REWARDS, OldPolicyRecorder, ProjectedScorer
-from troll.trl.robust.trainer import RobustTrainer
-from troll.trl.trust_region import TrustRegionState
+from troll.trl.metrics import print_important_metrics, reduce_passes
+from troll.trl.passes import (
+    ADVANTAGE_SIZE,
+    BOUND_MEAN,
+    OLD_POLICY,
+    REWARDS,
+    OldPolicyRecorder,
+    Pass,
+    ProjectedScorer,
+    Scorer,
+)
+from troll.trl.robust.checkpoints import ExactResume, SafeCheckpoints
+from troll.trl.robust.guards import SkipInvalidUpdates
+from troll.trl.robust.oom_retry import OOMRetry
+from troll.trl.robust.reward_validation import RewardValidation
+from troll.trl.trust_region import ObserveUpdates, TrustRegionState
 
 logger = get_logger(__name__)
-
-
-_REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
 
 
 class TrustRegionTrainer(GRPOTrainer):
@@ -68,24 +73,23 @@ class TrustRegionTrainer(GRPOTrainer):
             args = TROLLConfig(f"{name.split('/')[-1]}-TROLL")
         elif not isinstance(args, TROLLConfig):
             raise InputError(f"args must be a TROLLConfig, got a {type(args).__name__}", "Use TROLLConfig(...)")
-        check_prompts("train_dataset", train_dataset)  # before the model is loaded
-        check_prompts("eval_dataset", eval_dataset)
-        _disable_broken_attention()
+        check_datasets(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
+        if (workaround := disable_broken_cudnn_attention()) is not None:
+            logger.warning(workaround)
         self.region = TrustRegionState(args)
         self._pass: Pass | None = None
         self._rewards: Tensor | None = None
-        self._measured: list[Measured] = []
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
         if args.trust_region != "clip":
             self.epsilon_low = self.epsilon_high = math.inf  # TRL's clip becomes the identity
-        self._check_rollout_size()
+        check_rollout_size(args, self.train_dataset)
         if args.trust_region == "troll":
             check_dropout(
                 self.model,
                 "Set disable_dropout=True, the default; if dropout is still on, set it to 0.0 in the configuration of "
                 "the model or the adapter",
             )
-        self.add_callback(_EndOfUpdate(self))
+        self.add_callback(ObserveUpdates(self.region))
         print_important_metrics(self)
         args.warn_about_settings()
 
@@ -195,7 +199,7 @@ class TrustRegionTrainer(GRPOTrainer):
         return self.region.regression_coef if size is None else self.region.regression_coef * size
 
     def _on_failed_check(self, error: InputError, step: ProjectedScorer) -> None:
-        """Handle invalid numbers in a forward pass: raise. ``robust.guards`` skips the update instead."""
+        """Handle invalid numbers in a forward pass: raise. ``SkipInvalidUpdates`` skips the update instead."""
         raise error
 
     # ------------------------------------------------------------------ rewards, advantages, means over a rollout
@@ -261,7 +265,7 @@ class TrustRegionTrainer(GRPOTrainer):
         *numbers, tokens = torch.stack([x.to(dtype) for x in (*metrics.values(), counted.sum())]).tolist()
         values = dict(zip(metrics, numbers, strict=True))
         if self._mode == "train" and self.region.now:
-            self._measured.append(Measured(tokens, values["projected_fraction"], values["kl_before/mean"]))
+            self.region.measured.append(Measured(tokens, values["projected_fraction"], values["kl_before/mean"]))
         for name, value in {**self.region.now, **values}.items():
             self._metrics[self._mode][f"troll/{name}"].append(value)
 
@@ -276,81 +280,8 @@ class TrustRegionTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as TRL, which averages over forward passes; maxima, minima and counts are reduced as such."""
-        for name, values in self._metrics[self._mode].items():
-            how = reduction(name.removeprefix("troll/")) if name.startswith("troll/") else "mean"
-            if how != "mean" and values:
-                values[:] = [_REDUCE[how](values)]
+        reduce_passes(self._metrics[self._mode])
         super().log(logs, *args, **kwargs)
-
-    # ------------------------------------------------------------------ start-up checks
-
-    def _check_rollout_size(self) -> None:
-        """Refuse a dataset smaller than a rollout: TRL drops incomplete rollouts and would not train at all."""
-        prompts = self.args.generation_batch_size // self.num_generations
-        data = self.train_dataset
-        if hasattr(data, "__len__") and len(data) < prompts:
-            raise InputError(
-                f"train_dataset has {len(data)} prompts, fewer than the {prompts} of one rollout "
-                f"(generation_batch_size={self.args.generation_batch_size}, num_generations={self.num_generations})",
-                "Use more prompts, a smaller per_device_train_batch_size, or fewer updates_per_generation",
-            )
-
-
-_PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text", "prompts", "messages")
-
-
-def check_prompts(name: str, dataset: Any) -> None:
-    """Refuse a dataset without the column ``prompt``; of a dictionary, each of its datasets."""
-    if isinstance(dataset, dict):
-        for key, part in dataset.items():
-            check_prompts(f"{name}[{key!r}]", part)
-        return
-    columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, list) or "prompt" in columns:  # unknown for some streamed datasets
-        return
-    likely = next((x for x in _PROMPT_COLUMNS if x in columns), columns[0] if columns else "question")
-    raise InputError(
-        f"{name} has no column 'prompt', its columns are {', '.join(map(repr, columns)) or 'none'}",
-        f'Rename the column with the prompts, for example dataset.rename_column("{likely}", "prompt")',
-    )
-
-
-def _disable_broken_attention() -> None:
-    message = disable_broken_cudnn_attention()
-    if message is not None:
-        logger.warning(message)
-
-
-class _EndOfUpdate(TrainerCallback):
-    """Passes what an update measured to the adaptive bounds."""
-
-    def __init__(self, trainer: TrustRegionTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer._measured.clear()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        measured, self.trainer._measured = self.trainer._measured, []
-        if measured:  # of a skipped update nothing is left
-            self.trainer.region.observe(measured)
-
-
-_UNSHARDED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Where a process holds all parameters all the time. Elsewhere, cached casts would hold the whole model."""
-
-
-@contextmanager
-def fast_decoding(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, ``model.generate`` casts the parameters once and reads grouped keys without copying them.
-
-    Without it, every token of a completion casts every fp32 parameter to bf16 again and, with grouped queries, copies
-    the cache (``troll.modeling``). The rounding is the same.
-    """
-    # An outer autocast: the cache of casts is cleared when the outermost ends, else after each forward.
-    cached_casts = accelerator.autocast() if accelerator.distributed_type in _UNSHARDED else nullcontext()
-    with gqa_decoding(), cached_casts:
-        yield
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:
@@ -359,7 +290,7 @@ def _loss_mask(batch: dict[str, Any]) -> Tensor:
     return (mask * batch["tool_mask"] if "tool_mask" in batch else mask).bool()
 
 
-class TROLLTrainer(RobustTrainer, TrustRegionTrainer):
+class TROLLTrainer(SafeCheckpoints, ExactResume, SkipInvalidUpdates, OOMRetry, RewardValidation, TrustRegionTrainer):
     """Train as with ``GRPOTrainer``, and keep every token's distribution within ``kl_bound`` of the rollout's.
 
     Same arguments, methods, callbacks and checkpoints as ``GRPOTrainer``; ``args`` is a ``TROLLConfig``.

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from transformers import TrainerCallback
 
 from troll.errors import InputError, suggestion
 from troll.objective.bound_controllers import NetworkKLBound, ProjectedShareBound, RegressionController
 from troll.objective.bounds import Adaptive, Bound, EntropyBound, FixedBound, Measured, ScheduledBound, SequenceBound
 from troll.policy import PackedPolicy
-from troll.trl.robust.renamed_settings import schedule_text
+from troll.trl.robust.fingerprint import schedule_text
 
 logger = get_logger(__name__)
 
@@ -213,6 +214,8 @@ class TrustRegionState:
             "regression_coef": self.regression,
         }
         self._adaptive = {name: x for name, x in adaptive.items() if x is not None}
+        self.measured: list[Measured] = []
+        """Of the update in progress, one per forward pass."""
 
     @property
     def bound(self) -> Bound:
@@ -270,6 +273,23 @@ class TrustRegionState:
                 x.load_state_dict(part["state"])
             else:
                 logger.warning(f"{name} starts again at {x.now:g}: the checkpoint has no state for its settings.")
+
+
+class ObserveUpdates(TrainerCallback):
+    """Adapts ε and α after each update."""
+
+    def __init__(self, region: TrustRegionState) -> None:
+        self.region = region
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Drop what an earlier call of ``train`` has left."""
+        self.region.measured.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Adapt to what the update measured; nothing is left of one that was skipped."""
+        measured, self.region.measured = self.region.measured, []
+        if measured:
+            self.region.observe(measured)
 
 
 _FORMER_KINDS = {

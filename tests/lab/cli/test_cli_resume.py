@@ -21,7 +21,7 @@ from cli_cases import MAX_STEPS, flags, same_weights, shared, timeless, train
 
 from troll.lab.cli import main
 from troll.lab.runs import Run, write_json
-from troll.trl.robust.lock import LOCK
+from troll.trl.robust.store import LOCK
 
 HOLDS = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
 
@@ -296,7 +296,7 @@ def test_a_run_that_another_process_writes_is_refused(
 
 def test_a_run_is_locked_while_it_trains_and_not_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from troll.lab.training.recorder import RecordedTrainer
-    from troll.trl.robust.lock import holder, is_locked
+    from troll.trl.robust.store import holder, is_locked
 
     seen: list[Any] = []
     real = RecordedTrainer.save_model

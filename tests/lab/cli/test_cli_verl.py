@@ -24,7 +24,7 @@ from troll.lab.cli import verl as cli_verl
 from troll.lab.runs import Run
 from troll.lab.training.settings import RunSettings
 from troll.lab.verl import launch
-from troll.trl.robust.lock import locked
+from troll.trl.robust.store import locked
 
 TESTS = Path(__file__).parents[2]
 VERL = ("--engine", "verl", "--gpus_per_node", "1")

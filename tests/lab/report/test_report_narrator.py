@@ -19,8 +19,7 @@ from troll.lab.report import write_report
 from troll.lab.report.narrator import conclusion, explain
 from troll.lab.report.rules import RULES, RuleMonitor
 from troll.lab.runs import Run, append_line, write_json
-from troll.trl.robust.lock import locked
-from troll.trl.robust.store import commit, stage
+from troll.trl.robust.store import commit, locked, stage
 
 RUNS = Path(__file__).parent / "rules" / "runs"
 SAME = "the run is the same as without a trust region"

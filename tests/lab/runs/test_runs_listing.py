@@ -13,8 +13,7 @@ import pytest
 from troll.errors import InputError
 from troll.lab.runs import append_line, write_json
 from troll.lab.runs.listing import details, entries, entry_of, resumable_from
-from troll.trl.robust.lock import locked
-from troll.trl.robust.store import commit, stage
+from troll.trl.robust.store import commit, locked, stage
 
 
 def make(root: Path, name: str, status: str = "finished", steps: int = 4, **about: Any) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from troll.errors import InputError
 from troll.lab.runs import writer
 from troll.lab.runs.writer import new_folder, put_in_place, staged_beside
-from troll.trl.robust.lock import is_locked
+from troll.trl.robust.store import is_locked
 
 
 def fill(folder: Path, text: str = "x") -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from troll.errors import InputError
 from troll.lab.tasks import load_task
-from troll.trl.robust.reward_checks import checked_rewards
+from troll.trl.robust.reward_validation import checked_rewards
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "tasks"
 WHOLE = """

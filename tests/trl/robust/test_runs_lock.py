@@ -17,8 +17,8 @@ import pytest
 from filelock import FileLock
 
 from troll.errors import InputError
-from troll.trl.robust import lock
-from troll.trl.robust.lock import holder, is_locked, locked
+from troll.trl.robust import store
+from troll.trl.robust.store import holder, is_locked, locked
 
 HOLDS = """\
 import fcntl, os, sys, time
@@ -35,7 +35,7 @@ def another(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(then: str = "time.sleep(600)") -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", HOLDS.format(then=then), str(tmp_path / lock.LOCK)]
+        command = [sys.executable, "-c", HOLDS.format(then=then), str(tmp_path / store.LOCK)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
@@ -57,7 +57,7 @@ def test_a_run_that_another_process_writes_is_refused(tmp_path: Path, another: C
     ):
         pytest.fail("it was entered")
     signed = {"pid": 1234, "host": "a", "since": "2026-11-15T09:30:00+00:00"}
-    (tmp_path / lock.HOLDER).write_text(json.dumps(signed))
+    (tmp_path / store.HOLDER).write_text(json.dumps(signed))
     said = rf"the comparison {tmp_path} is in use: process 1234 on a has been writing since 2026-11-15T09:30:00\+00:00"
     with pytest.raises(InputError, match=said), locked(tmp_path, "the comparison"):
         pytest.fail("it was entered")
@@ -85,7 +85,7 @@ def test_one_process_may_take_it_twice_by_any_name(tmp_path: Path, monkeypatch: 
             assert is_locked("a")
             assert holder(tmp_path / "a")["pid"] == os.getpid()
     assert not is_locked("a")
-    assert sorted(os.listdir("a")) == [lock.LOCK]
+    assert sorted(os.listdir("a")) == [store.LOCK]
 
 
 def test_it_is_released_after_an_error_and_when_the_folder_is_gone(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_where_files_cannot_be_locked(number: int, tmp_path: Path, monkeypatch: 
     with pytest.raises(InputError, match=sentence), locked(tmp_path):
         pytest.fail("it was entered")
     assert not is_locked(tmp_path)
-    monkeypatch.setenv(lock.WITHOUT, "1")
+    monkeypatch.setenv(store.WITHOUT, "1")
     entered = False
     with locked(tmp_path):
         entered = True
@@ -172,11 +172,11 @@ def test_where_files_cannot_be_locked(number: int, tmp_path: Path, monkeypatch: 
 
 
 def test_where_it_cannot_be_tried_the_signature_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / lock.LOCK).touch()
+    (tmp_path / store.LOCK).touch()
     monkeypatch.setattr(FileLock, "acquire", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "no")))
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
-    host = lock.socket.gethostname()
+    host = store.socket.gethostname()
     for signed, expected in [
         ({"pid": os.getpid(), "host": host}, True),
         ({"pid": done.pid, "host": host}, False),
@@ -184,7 +184,7 @@ def test_where_it_cannot_be_tried_the_signature_says_it(tmp_path: Path, monkeypa
         ({"pid": "x", "host": host}, False),
         ([], False),
     ]:
-        (tmp_path / lock.HOLDER).write_text(json.dumps(signed))
+        (tmp_path / store.HOLDER).write_text(json.dumps(signed))
         assert is_locked(tmp_path) == expected, signed
-    (tmp_path / lock.HOLDER).write_text("{")
+    (tmp_path / store.HOLDER).write_text("{")
     assert not is_locked(tmp_path)

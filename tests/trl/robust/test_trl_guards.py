@@ -24,12 +24,12 @@ from trl import GRPOTrainer
 from trl_cases import furthest, logged, lower_case, trainer, weights
 
 from troll.errors import InputError, TrainingError
+from troll.trl import TROLLTrainer
 from troll.trl.passes import OLD_POLICY
-from troll.trl.robust import rollout_state as rollout
+from troll.trl.robust import state
 from troll.trl.robust.guards import GuardState, SkipInvalidUpdates, UpdateState
 from troll.trl.robust.oom_retry import OOMRetry, Part, is_out_of_memory, largest_part, parts
 from troll.trl.robust.reward_validation import RewardValidation
-from troll.trl.robust.trainer import RobustTrainer
 
 SHORT = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}  # a gradient is what was computed
 NAN = math.nan
@@ -262,7 +262,7 @@ def test_the_batches_are_written_down_as_they_are_and_as_text(tmp_path: Path) ->
     run.train()
     folder = tmp_path / "skipped" / "update-000002"
     assert sorted(x.name for x in folder.iterdir()) == ["batch_00000.json", "batch_00000.safetensors"]
-    loaded = rollout.load(folder / "batch_00000.safetensors", torch.device("cpu"))
+    loaded = state.load_rollout(folder / "batch_00000.safetensors", torch.device("cpu"))
     assert len(loaded) == 2
     for batch, original in zip(loaded, used[2:4], strict=True):
         assert batch.keys() == original.keys()
@@ -655,7 +655,7 @@ def test_every_method_that_is_wrapped_is_one_of_TRLs_and_no_other_has_such_a_nam
     for name, known in WRAPPED.items():
         theirs = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
         assert theirs[: len(known)] == known
-        inspect.signature(getattr(RobustTrainer, name)).bind(**dict.fromkeys(theirs))
+        inspect.signature(getattr(TROLLTrainer, name)).bind(**dict.fromkeys(theirs))
 
 
 def test_the_loss_types_that_are_weighed_by_tokens_are_those_that_TRL_divides_by_them() -> None:

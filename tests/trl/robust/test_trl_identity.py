@@ -25,8 +25,8 @@ from troll.trl.robust.fingerprint import (
     differences,
     fingerprint,
     stored_fingerprint,
+    translate_settings,
 )
-from troll.trl.robust.renamed_settings import translate_settings
 from troll.trl.trust_region import canonical_schedule
 
 REWARD = "def reward(completions, **columns):\n    return [0.0] * len(completions)\n"

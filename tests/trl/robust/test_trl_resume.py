@@ -24,7 +24,7 @@ from trl_cases import furthest, logged, prompts, trainer, weights
 
 from troll.policy import PackedPolicy, SparsePolicy
 from troll.trl.passes import OLD_POLICY
-from troll.trl.robust import rollout_state as rollout
+from troll.trl.robust import state
 from troll.trl.robust.store import MANIFEST
 
 # peft warns when it saves an adapter of a model that has no name on the hub; ours is made on the spot.
@@ -97,7 +97,7 @@ def resume(folder: Path, checkpoint: Path, **changes: Any) -> Any:
 
 def lose_rollout(checkpoint: Path) -> None:
     """As TRL would have saved it; with its manifest it would be a damaged one, and refused."""
-    (checkpoint / rollout.file_name(0)).unlink()
+    (checkpoint / state.rollout_file(0)).unlink()
     (checkpoint / MANIFEST).unlink()
 
 
@@ -227,7 +227,7 @@ def test_a_rollout_of_another_schedule_is_generated_again(
         second = resume(tmp_path, checkpoint, reward_funcs=counts, allow_changes=True, **other)
     *changes, said = [r.getMessage() for r in caplog.records if r.name.startswith("troll")]
     assert {name for name in other if any(f"with a change: {name}: " in change for change in changes)} == other.keys()
-    assert rollout.file_name(0) in said
+    assert state.rollout_file(0) in said
     assert "another schedule" in said
     assert "generated again" in said
     assert counts.at[0] == 2
@@ -300,9 +300,9 @@ def test_a_checkpoint_is_pushed_with_its_rollout(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     changes = {"push_to_hub": True, "hub_model_id": "someone/small", "hub_strategy": "all_checkpoints"}
     checkpoint = interrupt(tmp_path, 2, **changes)
-    assert (checkpoint / rollout.file_name(0)).exists()
+    assert (checkpoint / state.rollout_file(0)).exists()
     assert {"optimizer.safetensors", MANIFEST} <= pushed["checkpoint-2"]
-    assert rollout.file_name(0) in pushed["checkpoint-2"]
+    assert state.rollout_file(0) in pushed["checkpoint-2"]
 
 
 def test_the_same_schedule_is_taken_over_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -315,16 +315,16 @@ def test_the_same_schedule_is_taken_over_without_a_word(tmp_path: Path, caplog: 
 def test_a_checkpoint_of_the_model_alone_has_no_rollout(tmp_path: Path) -> None:
     checkpoint = interrupt(tmp_path, 2, save_only_model=True)
     assert (checkpoint / "model.safetensors").exists()
-    assert not (checkpoint / rollout.file_name(0)).exists()
+    assert not (checkpoint / state.rollout_file(0)).exists()
 
 
 def test_every_checkpoint_has_the_rollout_of_its_time(tmp_path: Path) -> None:
     start(tmp_path, save_steps=2).train()
     ids = {}
     for update in (2, 4, 6, 8):
-        path = tmp_path / f"checkpoint-{update}" / rollout.file_name(0)
-        assert rollout.schedule(path)["step"] == update
-        ids[update] = torch.cat([batch["completion_ids"] for batch in rollout.load(path, torch.device("cpu"))])
+        path = tmp_path / f"checkpoint-{update}" / state.rollout_file(0)
+        assert state.rollout_schedule(path)["step"] == update
+        ids[update] = torch.cat([batch["completion_ids"] for batch in state.load_rollout(path, torch.device("cpu"))])
     assert torch.equal(ids[2], ids[4])
     assert not torch.equal(ids[4], ids[6])
     assert torch.equal(ids[6], ids[8])
@@ -384,9 +384,9 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype) ->
             }
         )
     path = tmp_path / "rollout"
-    rollout.save(path, batches, {"step": 5, "steps_per_generation": 3})
-    assert rollout.schedule(path) == {"step": 5, "steps_per_generation": 3}
-    read = rollout.load(path, torch.device("cpu"))
+    state.save_rollout(path, batches, {"step": 5, "steps_per_generation": 3})
+    assert state.rollout_schedule(path) == {"step": 5, "steps_per_generation": 3}
+    read = state.load_rollout(path, torch.device("cpu"))
     assert len(read) == 3
     for was, now in zip(batches, read, strict=True):
         assert was.keys() == now.keys()
@@ -397,8 +397,8 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype) ->
 
 def test_a_rollout_in_which_nothing_counts_is_written_and_read(tmp_path: Path) -> None:
     empty = SparsePolicy(torch.full((2, 3, 4), -1), torch.full((2, 3, 4), -math.inf), torch.zeros(2, 3), 100)
-    rollout.save(tmp_path / "rollout", [{OLD_POLICY: empty.pack().sequences()}] * 2, {})
-    for batch in rollout.load(tmp_path / "rollout", torch.device("cpu")):
+    state.save_rollout(tmp_path / "rollout", [{OLD_POLICY: empty.pack().sequences()}] * 2, {})
+    for batch in state.load_rollout(tmp_path / "rollout", torch.device("cpu")):
         assert same_policies(batch[OLD_POLICY], empty.pack().sequences())
 
 
@@ -406,7 +406,7 @@ def test_a_rollout_in_which_nothing_counts_is_written_and_read(tmp_path: Path) -
 def test_the_buffer_of_a_trainer_is_read_as_it_was(tmp_path: Path, changes: dict[str, Any]) -> None:
     run = start(tmp_path, callbacks=[StopAfter(2)], **changes)
     run.train()
-    read = rollout.load(tmp_path / "checkpoint-2" / rollout.file_name(0), torch.device("cpu"))
+    read = state.load_rollout(tmp_path / "checkpoint-2" / state.rollout_file(0), torch.device("cpu"))
     assert len(read) == len(run._buffered_inputs) == 4
     for was, now in zip(run._buffered_inputs, read, strict=True):
         assert was.keys() == now.keys()
@@ -419,7 +419,7 @@ def test_the_buffer_of_a_trainer_is_read_as_it_was(tmp_path: Path, changes: dict
 
 
 def test_the_file_holds_tensors_and_text_and_nothing_that_runs_when_read(tmp_path: Path) -> None:
-    path = interrupt(tmp_path, 2) / rollout.file_name(0)
+    path = interrupt(tmp_path, 2) / state.rollout_file(0)
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])

@@ -19,7 +19,7 @@ import torch
 from trl_cases import config, furthest, logged, lower_case, trainer, weights
 
 from troll.errors import InputError, TrainingError
-from troll.trl.robust.reward_checks import RewardChecks
+from troll.trl.robust.reward_validation import RewardChecks
 
 NAN = math.nan
 

@@ -24,7 +24,7 @@ from troll.lab.runs.comparison import begin, check_arms, check_seeds, conclude, 
 from troll.lab.runs.folder import COMPARISON, CONFIG, Line
 from troll.lab.runs.formatting import duration
 from troll.lab.runs.writer import new_folder, write_yaml
-from troll.trl.robust.lock import locked
+from troll.trl.robust.store import locked
 
 DESCRIPTION = """\
 Train with several trust regions on the same task, seeds and budget, and compare the results.

@@ -23,7 +23,7 @@ from troll.lab.training.settings import DEFAULT_MODEL, GENERAL, SMALL, RunSettin
 from troll.objective.presets import PRESETS
 from troll.trl import TROLLConfig
 from troll.trl.config import DEFAULT_UPDATES
-from troll.trl.robust.renamed_settings import translate_settings
+from troll.trl.robust.fingerprint import translate_settings
 
 GROUPS = {  # of --help
     "run": (*(field.name for field in dataclasses.fields(RunSettings)), "allow_changes"),

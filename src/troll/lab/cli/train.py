@@ -21,7 +21,7 @@ from troll.lab.runs.listing import resumable_from
 from troll.lab.runs.writer import run_name_of
 from troll.lab.training.settings import DEFAULT_MODEL, ONLY_VERL, RunSettings, defaults
 from troll.trl.robust.fingerprint import differences, refuse_changes
-from troll.trl.robust.lock import locked
+from troll.trl.robust.store import locked
 
 DESCRIPTION = """\
 Fine-tune a language model on a task with verifiable rewards, with a trust region in place of PPO's clip.

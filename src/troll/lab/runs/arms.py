@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from troll.trl.robust.renamed_settings import bound_kind
+from troll.trl.robust.fingerprint import bound_kind
 
 ARMS: dict[str, dict[str, Any]] = {
     "troll": {"trust_region": "troll"},

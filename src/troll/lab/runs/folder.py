@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from troll.errors import InputError
-from troll.trl.robust.renamed_settings import translate_settings
+from troll.trl.robust.fingerprint import translate_settings
 
 FORMAT = 1
 ABOUT, CONFIG, METRICS, TOKENS, SAMPLES = "run.json", "config.yaml", "metrics.jsonl", "tokens.jsonl", "samples.jsonl"

@@ -12,8 +12,7 @@ from typing import Any
 
 from troll.errors import InputError
 from troll.lab.runs.folder import ABOUT, COMPARISON, METRICS, Comparison, Line, Run
-from troll.trl.robust.lock import is_locked
-from troll.trl.robust.store import MANIFEST, checkpoints, verify
+from troll.trl.robust.store import MANIFEST, checkpoints, is_locked, verify
 
 STATES = ("running", "finished", "interrupted", "failed", "killed", "broken")
 """``killed``: the status is running, but no process holds the lock. ``broken``: the files cannot be read."""

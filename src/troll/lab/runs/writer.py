@@ -1,7 +1,7 @@
 """Writing run folders: names, atomic creation, ``run.json``, appended lines.
 
-Training, the verl launcher and the commands write a run folder through this module; checkpoints inside it are written
-by ``troll.trl.robust.store``, the lock by ``troll.trl.robust.lock``. ``docs/runs.md`` describes the files.
+Training, the verl launcher and the commands write a run folder through this module; its checkpoints and its lock are
+in ``troll.trl.robust.store``. ``docs/runs.md`` describes the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from troll.errors import InputError
 from troll.files import sync_file, sync_folder, write_atomic
 from troll.lab.runs.arms import arm_of
 from troll.lab.runs.folder import ABOUT, CONFIG, FORMAT, Line, Run
-from troll.trl.robust.lock import HOLDER, LOCK, locked
+from troll.trl.robust.store import HOLDER, LOCK, locked
 
 # ---------------------------------------------------------------------- names
 

@@ -13,7 +13,7 @@ from troll.errors import InputError
 from troll.lab.runs.statistics import Interval, majority, over_problems, pass_at_k, resampled
 from troll.lab.tasks.task import Reward, Task, text_of
 from troll.modeling import gqa_decoding
-from troll.trl.robust.reward_checks import checked_rewards
+from troll.trl.robust.reward_validation import checked_rewards
 
 MAJORITY = "majority"
 _FULL = 1 - 1e-6

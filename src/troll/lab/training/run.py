@@ -31,11 +31,10 @@ from troll.lab.training.evaluate import stop_token
 from troll.lab.training.progress import ShowProgress, say
 from troll.lab.training.recorder import RecordedTrainer
 from troll.trl import TROLLConfig
+from troll.trl.robust.checkpoints import ABOUT as STATE
 from troll.trl.robust.fingerprint import differences, fingerprint, refuse, stored_fingerprint
 from troll.trl.robust.interrupt import StopOnSignal
-from troll.trl.robust.lock import locked
-from troll.trl.robust.resume import ABOUT as STATE
-from troll.trl.robust.store import Found, checkpoints, recover
+from troll.trl.robust.store import Found, checkpoints, locked, recover
 
 
 @dataclass(frozen=True)

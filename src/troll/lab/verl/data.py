@@ -20,7 +20,7 @@ from troll.errors import InputError
 from troll.lab.runs import write_json
 from troll.lab.tasks import Task, load_task
 from troll.rewards.workers import PoolError
-from troll.trl.robust.reward_checks import checked_rewards
+from troll.trl.robust.reward_validation import checked_rewards
 
 if TYPE_CHECKING:
     from troll.lab.training.settings import RunSettings

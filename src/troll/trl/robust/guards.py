@@ -24,7 +24,8 @@ from trl import GRPOTrainer
 
 from troll.errors import InputError, TrainingError
 from troll.trl.passes import REWARDS, ProjectedScorer
-from troll.trl.robust import rollout_state
+from troll.trl.robust.state import save_rollout
+from troll.trl.trust_region import TrustRegionState
 
 logger = get_logger(__name__)
 
@@ -70,8 +71,12 @@ class UpdateState:
 class SkipInvalidUpdates(GRPOTrainer):
     """Skips updates whose loss or gradient is not finite."""
 
-    guards: GuardState
+    region: TrustRegionState
     _update: UpdateState | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.guards = GuardState()
+        super().__init__(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL, with no update in progress."""
@@ -182,7 +187,7 @@ class SkipInvalidUpdates(GRPOTrainer):
             parameter.grad = None
         for name, value in update.entropy_before.items():
             setattr(self, name, value)
-        self._measured.clear()
+        self.region.measured.clear()
 
     @property
     def _steps_in_backward(self) -> bool:
@@ -223,7 +228,7 @@ def save_skipped(
         for number, batch in enumerate(batches)
         for row in range(len(batch["completion_ids"]))
     ]
-    rollout_state.save(folder / f"batch_{process:05d}.safetensors", batches, {})
+    save_rollout(folder / f"batch_{process:05d}.safetensors", batches, {})
     text = json.dumps(_plain({**about, "completions": completions}), indent=1, ensure_ascii=False)
     (folder / f"batch_{process:05d}.json").write_bytes(text.encode(errors="backslashreplace"))
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from troll.lab.runs.folder import Line, Run
 from troll.lab.runs.formatting import score
 from troll.lab.runs.statistics import finite
-from troll.trl.robust.renamed_settings import bound_kind
+from troll.trl.robust.fingerprint import bound_kind
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

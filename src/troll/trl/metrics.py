@@ -1,18 +1,29 @@
-"""What TRL prints of a log line: the five ``troll/`` metrics to look at first, and counters of problems.
+"""How the ``troll/`` metrics are logged: reduced over forward passes, and which of them TRL prints.
 
-Trackers, ``trainer.state.log_history`` and run folders get all of them; ``docs/metrics.md`` explains each.
+TRL prints the five to look at first, and counters of problems. Trackers, ``trainer.state.log_history`` and run folders
+get all of them; ``docs/metrics.md`` explains each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback
 
-from troll.objective.metrics import IMPORTANT
+from troll.objective.metrics import IMPORTANT, reduction
 
+_REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
 _COUNTERS = ("skipped_tokens", "skipped_updates", "unconverged_tokens", "unscored_completions")
 """Printed when they are not 0."""
+
+
+def reduce_passes(metrics: dict[str, list[float]]) -> None:
+    """Reduce the values of several forward passes, in place, where TRL's mean over them would be wrong."""
+    for name, values in metrics.items():
+        how = reduction(name.removeprefix("troll/")) if name.startswith("troll/") else "mean"
+        if how != "mean" and values:
+            values[:] = [_REDUCE[how](values)]
 
 
 def printed(logs: dict[str, Any]) -> dict[str, Any]:
