@@ -195,7 +195,7 @@ def test_a_warning_comes_once_and_is_written_down(tmp_path: Path) -> None:
     (line,) = Run(folder).warnings()
     assert (line["name"], line["since"], line["said"], line["until"]) == ("projected", 1, 12, None)
     assert line["changes"][:2] == [
-        {"flags": "--kl_bound 0.2", "why": "a narrow bound slows learning; 0.2 learned more in our runs"},
+        {"flags": "--kl_bound 0.2", "why": "a narrow bound slows learning; 0.2 learned more in the studies"},
         {"flags": "--learning_rate 5e-06", "why": "smaller updates stay inside the region"},
     ]
 
@@ -390,7 +390,7 @@ def test_a_real_verl_run_far_outside_its_bound(tmp_path: Path) -> None:
     """A mean KL of 0.96 with a bound of 0.02: no bound that we would advise contains it, so the rate goes down."""
     folder = Path(shutil.copytree(RUNS / "verl-far-outside", tmp_path / "x"))
     (projected,) = [x for x in explain(folder).findings if x.name == "projected"]
-    assert str(projected.changes[0]) == ("--learning_rate 0.0333 (the mean token KL is far outside the bound)")
+    assert str(projected.changes[0]) == "--learning_rate 0.0333 (the mean token KL is 0.962, above the bound of 0.02)"
     assert not any("kl_bound" in x.flags for x in explain(folder).changes)
     assert projected.when == "since update 1"  # verl logs a rollout by its last update
 

@@ -292,7 +292,7 @@ def test_findings_have_a_section_of_their_own(page, run):
     assert {"findings"} <= {a.get("id") for tag, a in warned.tags if tag == "section"}
     assert "#findings" in {a.get("href") for tag, a in warned.tags if tag == "a"}
     for text in (
-        "Warning since update 1 2 completions of a rollout without a reward.",
+        "Warning since update 1 2 completions of a rollout had no reward.",
         "The kept tokens have 0.5000 of the probability.",
         "Try --tail bucket",
         "Note since update 1 No token was projected in 25 rollouts",

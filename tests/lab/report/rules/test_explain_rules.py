@@ -149,17 +149,17 @@ SPOKEN = [
     Case("held_out_gap", made([0.8] * 8, held_out=[(0, 0.3), (16, 0.55), (32, 0.5)]), 29, 32,
          "held-out reward 0.500, sampled reward 0.800", ["--beta 0.01"]),
     Case("cut_completions", made(completions__clipped_ratio=0.31), 1, 12,
-         "31\xa0% of the completions were cut at the limit of their length", ["--max_completion_length 64"]),
+         "31\xa0% of the completions were truncated at the maximum length", ["--max_completion_length 64"]),
     Case("skipped_updates", made(troll__skipped_updates=[None] * 5 + [2.0] * 15), 21, 24,
          "2 updates skipped so far, because loss or gradient was not finite", [SLOW, "--bf16 true"]),
     Case("skipped_updates", made(troll__skipped_tokens=[0.0, 3.0] + [0.0] * 18), 5, 8,
          "3 tokens excluded, because the network returned NaN or infinity", [SLOW, "--bf16 true"], until=8),
     Case("unscored", made(troll__unscored_completions=[None, 1.0] + [None] * 18), 5, 8,
-         "1 completion of a rollout without a reward", until=8),
+         "1 completion of a rollout had no reward", until=8),
     Case("infra_error", made(code__infra_error=[0.0] * 19 + [0.25]), 77, 80,
          "25\xa0% of the programs could not be judged"),
     Case("gradient_spikes", made(grad_norm=[1.0] * 6 + [11.0, 1.0, 12.0] + [1.0] * 11), 17, 36,
-         "a gradient of 12, 12 times the usual, again", [SLOW, "--max_grad_norm 0.2"], "note", until=36),
+         "the gradient norm was 12, 12 times the median of earlier rollouts, one of 2 spikes in 5 rollouts", [SLOW, "--max_grad_norm 0.2"], "note", until=36),
     Case("sampler_mismatch", made(**{"sampling/sampling_logp_difference/mean": 0.12}), 1, 12,
          "sampler and trainer differ by 0.12 in the log-probability of a token, on average",
          ["--vllm_importance_sampling_correction true"]),
@@ -353,7 +353,7 @@ def test_one_line_says_it_all() -> None:
     assert found.line() == (
         "Warning (updates 9 to 20): 12\xa0% of the tokens were projected, over 3 rollouts. Updates leave the trust "
         "region, and the projection undoes much of each. Try --kl_bound 0.2 (a narrow bound slows learning; 0.2 "
-        "learned more in our runs)."
+        "learned more in the studies)."
     )
     unscored = speaks(made(troll__unscored_completions=1.0), "unscored")
     assert unscored is not None
@@ -384,7 +384,7 @@ def test_changes_come_once_and_the_gravest_first() -> None:
         *("", "--learning_rate", "--regression_coef", "--max_completion_length", "--kl_bound"),
         "--updates_per_generation",
     ]
-    assert Change(SLOWEST, "the most common cause") in changes(find(history))
+    assert Change(SLOWEST, "a high learning rate is the most common cause") in changes(find(history))
 
 
 def test_warnings_come_before_notes() -> None:

@@ -55,7 +55,7 @@ def unscored(history: History) -> Finding | None:
     return found(
         history,
         count > 0,
-        lambda i: f"{plural(int(count[i]), 'completion')} of a rollout without a reward",
+        lambda i: f"{plural(int(count[i]), 'completion')} of a rollout had no reward",
         "A reward function raised an error or gave no number; these completions are excluded",
         [Change("", "look at what the reward functions return; `troll doctor` checks the sandbox")],
     )
@@ -81,7 +81,7 @@ def cut(history: History) -> Finding | None:
     return found(
         history,
         throughout(share > CUT, ROLLOUTS),
-        lambda i: f"{percent(share[i])} of the completions were cut at the limit of their length",
+        lambda i: f"{percent(share[i])} of the completions were truncated at the maximum length",
         "Truncated completions are scored without their end, which penalizes length instead of mistakes",
         [scaled(history, "max_completion_length", 2, "room to finish")],
         ROLLOUTS,
@@ -101,8 +101,11 @@ def spikes(history: History) -> Finding | None:
     return found(
         history,
         spike & (count >= SPIKES),
-        lambda i: f"a gradient of {number(norm[i])}, {norm[i] / typical[i]:.0f} times the usual, again",
-        "Single batches move the network far, up to max_grad_norm",
+        lambda i: (
+            f"the gradient norm was {number(norm[i])}, {norm[i] / typical[i]:.0f} times the median of earlier rollouts, "
+            f"one of {count[i]:.0f} spikes in {SPIKE_ROLLOUTS} rollouts"
+        ),
+        "Single batches move the network far; only max_grad_norm limits them",
         [
             slower(history, "the same batch moves the network less"),
             Change("--max_grad_norm 0.2", "limits the effect of one batch"),

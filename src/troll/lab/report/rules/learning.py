@@ -76,7 +76,7 @@ def reward_collapse(history: History) -> Finding | None:
             return f"{text} {score(now[i])}, each over {COLLAPSED_ROLLOUTS} rollouts"
         return f"{text} at most {score(last[i])} on {SUDDEN_ROLLOUTS} rollouts"
 
-    changes: list[Change | None] = [slower(history, "the most common cause", 1 / 3)]
+    changes: list[Change | None] = [slower(history, "a high learning rate is the most common cause", 1 / 3)]
     if history.region != "troll":
         changes.append(Change("--trust_region troll", "bounds the KL of every token"))
     elif not history.setting("regression_coef"):
@@ -106,7 +106,7 @@ def entropy_collapse(history: History) -> Finding | None:
         lambda i: f"entropy fell from {first:.3g} to {entropy[i]:.2g}, and {trend(history, i)}",
         "The completions of a group are nearly identical, so there is little left to learn from",
         [
-            slower(history, "the trust region bounds each update, not their sum", 1 / 3),
+            slower(history, "smaller updates keep the entropy longer", 1 / 3),
             Change("--entropy_coef 0.01", "rewards diverse completions"),
             Change("--beta 0.01", "keeps the policy close to the initial model"),
         ],
@@ -152,7 +152,7 @@ def settled(history: History) -> Finding | None:
 @rule("solved", "problems that are all solved", "frac_reward_zero_std", "reward", rollouts=SMOOTH)
 def solved(history: History) -> Finding | None:
     """The same where no more than ``LEFT`` are known to be: nearly all answers are right."""
-    means = "The training problems are solved, and almost nothing is left to learn from them"
+    means = "Nearly all training problems are solved, and little is left to learn from them"
     harder = Change("", "harder problems, or stop here; `troll eval` measures what was gained")
     holds = _alike(history) & near_top(history) & (_left(history) <= LEFT)
     return found(history, holds, _alike_seen(history), means, [harder], SMOOTH, NOTE)

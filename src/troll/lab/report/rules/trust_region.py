@@ -100,11 +100,12 @@ def projected(history: History) -> Finding | None:
     bound, distance = history.setting("kl_bound") or math.inf, history.mean("troll/kl_before/mean")
     holds = throughout(share > PROJECTED, ROLLOUTS)
     last = np.flatnonzero(holds)[-1:]
-    far_on_average = bool(last.size) and _recent(distance, int(last[0])) > max(bound, WIDE_BOUND)
-    wider = Change(f"--kl_bound {WIDE_BOUND:g}", "a narrow bound slows learning; 0.2 learned more in our runs")
+    average = _recent(distance, int(last[0])) if last.size else math.nan
+    far_on_average = average > max(bound, WIDE_BOUND)
+    wider = Change(f"--kl_bound {WIDE_BOUND:g}", "a narrow bound slows learning; 0.2 learned more in the studies")
     changes = [
         wider if bound < WIDE_BOUND and not far_on_average else None,
-        slower(history, "the mean token KL is far outside the bound", 1 / 3)
+        slower(history, f"the mean token KL is {number(average)}, above the bound of {number(bound)}", 1 / 3)
         if far_on_average
         else slower(history, "smaller updates stay inside the region"),
         fewer_updates(history, "the later updates on a rollout are the ones that leave the region"),
@@ -165,7 +166,7 @@ def far(history: History) -> Finding | None:
         return f"{text}, {_recent(reach, i) / bound:.0f} times the bound{kept}"
 
     if bound is None:
-        means = "The network moves far from the policy that generated the rollouts, as before many collapses"
+        means = "The network moves far from the policy that generated the rollouts. Many runs that collapsed did, and some good ones"
         changes: list[Change | None] = [slower(history, "smaller updates")]
         changes += [Change("--trust_region troll", "bounds the KL of every token")]
     else:
