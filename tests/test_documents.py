@@ -19,7 +19,7 @@ import torch
 import troll
 from troll.implementation import VARIABLE, Impl, choose
 from troll.lab.cli import main
-from troll.lab.report.rules import RULES, RuleMonitor, history, learning
+from troll.lab.report.rules import RULES, RuleMonitor, learning
 from troll.lab.report.rules import health as upkeep
 from troll.lab.report.rules import trust_region as region
 from troll.lab.runs import Run
@@ -347,20 +347,22 @@ def test_the_warnings_on_the_page(tmp_path: Path) -> None:
 def test_the_rules_on_the_page() -> None:
     cases = importlib.import_module("test_explain_rules").SPOKEN
     names = [{x.name for case in cases if (x := rule(case.history)) is not None} for rule in RULES]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|", EXPLAIN, flags=re.MULTILINE))
+    table = re.findall(r"^\| ([\w -]+) \| `(\w+)` \| (.*) \|", EXPLAIN, flags=re.MULTILINE)
+    rows = {name: rest for _, name, rest in table}
     assert [{name} for name in rows] == names
+    assert [(title, name) for title, name, _ in table] == [(x.title[0].upper() + x.title[1:], x.name) for x in RULES]
     for name, thresholds in {
         "reward_collapse": (
             *(learning.COLLAPSED_ROLLOUTS, learning.COLLAPSED, learning.FALLEN),
             *(learning.SUDDEN_ROLLOUTS, learning.SUDDEN),
         ),
-        "no_signal": (learning.SAME_REWARD, history.SMOOTH),
+        "no_signal": (learning.SAME_REWARD, learning.SMOOTH),
         "flat": (learning.FLAT_ROLLOUTS, learning.RISEN),
         "cut_completions": (upkeep.CUT, upkeep.ROLLOUTS),
         "sampler_mismatch": (upkeep.MISMATCH, upkeep.ROLLOUTS),
         "projected": (region.PROJECTED, region.ROLLOUTS, region.WIDE_BOUND),
         "far_outside": (region.FAR, region.FAR_NATS, region.ROLLOUTS),
-        "entropy_collapse": (learning.ENTROPY_LEFT, history.SMOOTH),
+        "entropy_collapse": (learning.ENTROPY_LEFT, learning.SMOOTH),
         "regression_outweighs": (region.OUTWEIGHS, region.WEAK, region.ROLLOUTS),
         "clipped": (region.CLIPPED, region.CLIPPED_SEQUENCES, region.ROLLOUTS),
         "kept_mass": (region.KEPT_MASS_FLOOR, region.KEPT_MASS_BUCKET, region.ROLLOUTS),
@@ -371,9 +373,10 @@ def test_the_rules_on_the_page() -> None:
     }.items():
         assert {f"{x:g}" for x in thresholds} <= set(re.findall(r"\d[\d.]*\d|\d", rows[name])), name
     text = " ".join(EXPLAIN.split())
-    assert f"averaged over {history.SMOOTH} rollouts" in text
-    assert f"median over {history.SMOOTH} rollouts is at least {history.NEAR_TOP:g}" in text
-    assert f"It has *plateaued* if {history.STALLED} rollouts" in text
+    assert f"averaged over {learning.SMOOTH} rollouts" in text
+    assert f"median over {learning.SMOOTH} rollouts is at least {learning.NEAR_TOP:g}" in text
+    assert f"It has *plateaued* if {learning.STALLED} rollouts" in text
+    assert f"it has *fallen* if the average is below its highest by more than {learning.FALL:g} times" in text
 
 
 def test_the_tables_of_real_runs() -> None:

@@ -22,7 +22,7 @@ from troll.lab.cli import check_command, main
 from troll.lab.cli.main import COMMANDS
 from troll.lab.report.figures import RUN_FIGURES
 from troll.lab.runs import Comparison, Run
-from troll.lab.runs.arms import ARMS
+from troll.lab.runs.comparison import ARMS
 from troll.lab.tasks import arithmetic, load_task
 from troll.lab.training.settings import DEFAULT_MODEL, defaults
 from troll.trl import TROLLConfig

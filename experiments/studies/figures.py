@@ -36,7 +36,7 @@ from scores import (
 
 from troll.lab.report.run_data import Array, Missing
 from troll.lab.report.style import DASHES, End, Size, colour, label_ends, log_axis, mark_level, panels, tick
-from troll.lab.runs.arms import ARMS
+from troll.lab.runs.comparison import ARMS
 from troll.lab.runs.folder import Line
 
 Groups = Mapping[str, Sequence[Line]]

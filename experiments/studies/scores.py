@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from troll.lab.runs.arms import ARMS
+from troll.lab.runs.comparison import ARMS
 from troll.lab.runs.folder import Line
 from troll.lab.runs.statistics import Interval, interval, resampled, t_quantile
 

@@ -11,9 +11,8 @@ import pytest
 import report_cases as cases
 from matplotlib.patches import PathPatch
 
-from troll.lab.report.comparison_figures import COMPARISON_FIGURES, ComparisonData
-from troll.lab.report.figures import RUN_FIGURES
-from troll.lab.report.run_data import Missing, RunData
+from troll.lab.report.figures import COMPARISON_FIGURES, RUN_FIGURES
+from troll.lab.report.run_data import ComparisonData, Missing, RunData
 from troll.lab.report.style import PALETTE, SMALL, End, inline_svg, label_ends, panels, save, style, tick
 from troll.lab.runs import Comparison, Run
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import report_cases as cases
 
-from troll.lab.report import narrator, samples
+from troll.lab.report import narrator, run_data
 from troll.lab.report.rules import find
 from troll.lab.report.run_data import (
     RunData,
@@ -168,20 +168,20 @@ def test_shares_and_times():
 
 
 def test_what_is_invisible_or_acts_on_other_text_is_spelled_out():
-    assert samples.visible("a\n\tb\r\x00\x1b\x7f") == "a↵\n⇥\tb␍␀␛␡"
-    assert samples.visible("\u202e\u2066\ufeff\u200b\u2028\u00a0\ud800\ue000") == (
+    assert run_data.visible("a\n\tb\r\x00\x1b\x7f") == "a↵\n⇥\tb␍␀␛␡"
+    assert run_data.visible("\u202e\u2066\ufeff\u200b\u2028\u00a0\ud800\ue000") == (
         "⟨U+202E⟩⟨U+2066⟩⟨U+FEFF⟩⟨U+200B⟩⟨U+2028⟩⟨U+00A0⟩⟨U+D800⟩⟨U+E000⟩"
     )
-    assert samples.visible("") == "∅"
-    assert samples.visible("naïve Ω 🙂 <b>") == "naïve Ω 🙂 <b>"
+    assert run_data.visible("") == "∅"
+    assert run_data.visible("naïve Ω 🙂 <b>") == "naïve Ω 🙂 <b>"
 
 
 def test_the_bound_begins_a_level_of_the_scale():
-    assert samples.level(0.05, 0.05) == 6
-    assert samples.level(np.nextafter(0.05, 0), 0.05) == 5
-    assert [samples.level(x, 0.05) for x in (None, 0.0, 1e-7, 100.0)] == [0, 0, 0, samples.LEVELS - 1]
-    legend = samples.legend(0.05)
-    assert len(legend) == samples.LEVELS
+    assert run_data.colour_level(0.05, 0.05) == 6
+    assert run_data.colour_level(np.nextafter(0.05, 0), 0.05) == 5
+    assert [run_data.colour_level(x, 0.05) for x in (None, 0.0, 1e-7, 100.0)] == [0, 0, 0, run_data.LEVELS - 1]
+    legend = run_data.colour_legend(0.05)
+    assert len(legend) == run_data.LEVELS
     assert legend[6] == "0.05"
 
 
@@ -190,7 +190,7 @@ def test_a_token_tells_its_numbers(tmp_path):
     row = {"step": 4, "update": 3, "prompt": "p", "tokens": ["a", "b", "c"], "kl": [0.2, 0.001, None]}
     row |= {"kl_after": [0.05, 0.001], "projected": [True, False, False], "ratio": [1.25, 0.8, 1], "reward": None}
     cases.lines(folder / "samples.jsonl", [row])
-    ((step,), scale) = samples.steps(read(folder), 0.05), 0.05
+    ((step,), scale) = run_data.sample_steps(read(folder), 0.05), 0.05
     (sample,) = step.samples
     assert [token.tip for token in sample.tokens] == [
         "KL 0.2 → 0.05 (projected) · ratio 1.25",
@@ -198,7 +198,7 @@ def test_a_token_tells_its_numbers(tmp_path):
         "KL unknown · ratio 1",
     ]
     assert [token.projected for token in sample.tokens] == [True, False, False]
-    assert [token.level for token in sample.tokens] == [samples.level(k, scale) for k in (0.2, 0.001, None)]
+    assert [token.level for token in sample.tokens] == [run_data.colour_level(k, scale) for k in (0.2, 0.001, None)]
     assert (sample.reward, sample.advantage, sample.projected, step.update) == ("none", "none", 1, 3)
 
 
@@ -206,9 +206,9 @@ def test_of_many_completions_some_are_shown_first_and_last_among_them(tmp_path):
     folder = cases.write_run(tmp_path / "run", updates=4)
     row = {"update": 0, "prompt": "p", "tokens": ["x"] * 800, "kl": [0.0] * 800, "ratio": [1.0] * 800}
     cases.lines(folder / "samples.jsonl", [row | {"step": step} for step in range(1, 201)])
-    shown = samples.steps(read(folder), 0.05)
-    assert (shown[0].step, shown[-1].step, len(shown)) == (1, 200, samples.MOST_STEPS)
-    assert sum(len(x.tokens) for step in shown for x in step.samples) <= samples.MOST_TOKENS
+    shown = run_data.sample_steps(read(folder), 0.05)
+    assert (shown[0].step, shown[-1].step, len(shown)) == (1, 200, run_data.MOST_STEPS)
+    assert sum(len(x.tokens) for step in shown for x in step.samples) <= run_data.MOST_TOKENS
     assert all(len(x.tokens) + x.cut == 800 for step in shown for x in step.samples)
 
 

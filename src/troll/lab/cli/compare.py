@@ -19,11 +19,10 @@ from troll.lab.cli.flags import Flags, anchored
 from troll.lab.cli.main import existing_folder
 from troll.lab.cli.subprocess_runs import Child, run_children, say
 from troll.lab.runs import Comparison, write_json
-from troll.lab.runs.arms import ARMS, arm_of
-from troll.lab.runs.comparison import begin, check_arms, check_seeds, conclude, short_name
+from troll.lab.runs.comparison import ARMS, arm_of, check_arms, check_seeds, conclude, short_name
 from troll.lab.runs.folder import COMPARISON, CONFIG, Line
 from troll.lab.runs.formatting import duration
-from troll.lab.runs.writer import new_folder, write_yaml
+from troll.lab.runs.writer import begin_comparison, new_folder, write_yaml
 from troll.trl.robust.store import locked
 
 DESCRIPTION = """\
@@ -91,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
         task = {"name": example.task.name, "description": example.task.description}
         more = {"name": folder.name, "jobs": own.jobs, "keep_models": own.keep_models}
         with new_folder(folder, "the comparison") as staged:
-            begin(staged, labels, own.seeds, task, {"name": example.model}, **more)
+            begin_comparison(staged, labels, own.seeds, task, {"name": example.model}, **more)
             write_yaml(staged / CONFIG, shared)
     with locked(folder, "the comparison"):
         return _execute(folder, flags.value("jobs", None), Console())

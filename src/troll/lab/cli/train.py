@@ -15,7 +15,7 @@ from troll.errors import InputError
 from troll.lab.cli.flags import Flags
 from troll.lab.cli.main import as_words, existing_folder
 from troll.lab.runs import Run, check_run_name, free_run_name
-from troll.lab.runs.arms import arm_of
+from troll.lab.runs.comparison import arm_of
 from troll.lab.runs.folder import CONFIG
 from troll.lab.runs.listing import resumable_from
 from troll.lab.runs.writer import run_name_of

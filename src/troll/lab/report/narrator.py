@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from troll.lab.report.rules import WARNING, Change, Finding, History, Unchecked, changes, find, unchecked
-from troll.lab.report.rules.history import SMOOTH, STALLED, Array, fallen, near_top, smoothed, stalled
+from troll.lab.report.rules.history import Array
+from troll.lab.report.rules.learning import SMOOTH, STALLED, fallen, near_top, smoothed, stalled
 from troll.lab.runs.folder import CONFIG, Line, Run
 from troll.lab.runs.formatting import count, duration, number, percent, plural, score
 from troll.lab.runs.listing import Entry, entry_of

@@ -12,11 +12,18 @@ import jinja2
 from markupsafe import Markup
 
 from troll.errors import InputError, require_choice
-from troll.lab.report import narrator, samples
-from troll.lab.report.comparison_figures import COMPARISON_FIGURES, ComparisonData
-from troll.lab.report.figures import RUN_FIGURES, Entry
+from troll.lab.report import narrator
+from troll.lab.report.figures import COMPARISON_FIGURES, RUN_FIGURES, Entry
 from troll.lab.report.rules import find, no_findings, unchecked
-from troll.lab.report.run_data import Missing, RunData
+from troll.lab.report.run_data import (
+    MOST_TOKENS,
+    ComparisonData,
+    Missing,
+    RunData,
+    colour_legend,
+    sample_steps,
+    visible,
+)
 from troll.lab.report.style import PAPER, SMALL, css_palette, inline_svg, save, style
 from troll.lab.runs import Comparison, Run
 from troll.lab.runs.folder import COMPARISON, CONFIG
@@ -34,7 +41,7 @@ _TEMPLATES.filters |= {
     "number": number,
     "digits": digits,
     "percent": percent,
-    "visible": samples.visible,
+    "visible": visible,
 }
 FORMATS = ("svg", "png", "pdf")
 _NO_SCALE = 0.2  # the colour scale of runs without a bound: that of the default bound, so that runs compare
@@ -88,8 +95,8 @@ def run_page(run: RunData, config: str | None) -> str:
         no_findings=no_findings(unchecked(run.history)),
         unchecked=unchecked(run.history),
         figures=_figures(run, RUN_FIGURES),
-        shown=[{"id": "samples", "title": None, "steps": samples.steps(run, scale), "projects": run.projects}],
-        legend=samples.legend(scale),
+        shown=[{"id": "samples", "title": None, "steps": sample_steps(run, scale), "projects": run.projects}],
+        legend=colour_legend(scale),
         bound=run.bound,
         scale=scale,
         config=config,
@@ -101,12 +108,12 @@ def comparison_page(data: ComparisonData) -> str:
     bounds = [run.bound for arm in data.arms for run in arm.runs if run.bound is not None]
     scale = bounds[0] if bounds else _NO_SCALE
     drawn = [arm for arm in data.arms if arm.runs]
-    share = samples.MOST_TOKENS // max(1, len(drawn))
+    share = MOST_TOKENS // max(1, len(drawn))
     shown = [
         {
             "id": f"samples-{i}",
             "title": f"{arm.label}, seed {arm.runs[0].about.get('seed')}",
-            "steps": samples.steps(arm.runs[0], scale, share),
+            "steps": sample_steps(arm.runs[0], scale, share),
             "projects": arm.runs[0].projects,
         }
         for i, arm in enumerate(drawn)
@@ -121,7 +128,7 @@ def comparison_page(data: ComparisonData) -> str:
         verdict=narrator.verdict,
         figures=_figures(data, COMPARISON_FIGURES),
         shown=shown,
-        legend=samples.legend(scale),
+        legend=colour_legend(scale),
         bound=bounds[0] if bounds else None,
         scale=scale,
     )

@@ -1,30 +1,61 @@
-"""Conclusions of a comparison: a table per measure and a verdict per pair of arms, computed from the run folders."""
+"""The arms of a comparison and its conclusions: a table per measure and a verdict per pair of arms.
+
+Conclusions are computed from the run folders; ``writer`` writes ``comparison.json``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from troll.errors import InputError
-from troll.lab.runs.arms import ARMS
-from troll.lab.runs.folder import ABOUT, COMPARISON, FORMAT, Comparison, Line, Run
+from troll.lab.runs.folder import ABOUT, Comparison, Line, Run
 from troll.lab.runs.statistics import column, compare, finite, interval, mean
-from troll.lab.runs.writer import write_json
+from troll.trl.robust.fingerprint import bound_kind
 
-ROLLOUTS_AVERAGED = 3
-"""Rollouts whose mean is the reward at the end of a run."""
+# ---------------------------------------------------------------------- arms
+
+ARMS: dict[str, dict[str, Any]] = {
+    "troll": {"trust_region": "troll"},
+    "clip": {"trust_region": "clip", "epsilon": 0.2},
+    "clip-higher": {"trust_region": "clip", "epsilon": 0.2, "epsilon_high": 0.28},
+    "gspo": {
+        "trust_region": "clip",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "none": {"trust_region": "none"},
+}
+"""PPO's clip, DAPO's higher upper clip, GSPO's clip of the sequence's ratio, each with its authors' settings."""
+
+OTHER_CLIPS = ("cispo", "sapo", "vespo")
+"""Losses of TRL that bound or reweight the ratio differently."""
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A number of every run, and whether arms are compared by it."""
-
-    key: str
-    label: str
-    of: Callable[[Run], float | None]
-    judged: bool = True
-    higher_is_better: bool = True
+def arm_of(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """The arm of a run with these settings, and its label."""
+    region, level = settings["trust_region"], settings.get("importance_sampling_level", "token")
+    by_sequence = level == "sequence"
+    if region == "none":
+        return ("custom" if by_sequence else "none"), "no trust region" + (", sequence ratio" if by_sequence else "")
+    if region == "troll":
+        kind = bound_kind(settings)
+        label = f"TROLL, KL ≤ {settings['kl_bound']:g}" if kind == "fixed" else f"TROLL, {kind} bound"
+        return ("custom" if by_sequence else "troll"), label + (", sequence ratio" if by_sequence else "")
+    if settings.get("loss_type") in OTHER_CLIPS:
+        return "custom", f"TRL's {settings['loss_type']}"
+    low, high = settings["epsilon"], settings.get("epsilon_high")
+    high = None if high == low else high
+    label = f"clip ±{low:g}" if high is None else f"clip −{low:g}, +{high:g}"
+    label = label.replace("clip", "GSPO clip") if by_sequence else label
+    for arm, given in ARMS.items():
+        full = {"importance_sampling_level": "token", "epsilon_high": None} | given
+        if full == {"trust_region": region, "importance_sampling_level": level, "epsilon": low, "epsilon_high": high}:
+            return arm, label
+    return "custom", label
 
 
 def check_arms(arms: Sequence[str]) -> None:
@@ -54,14 +85,21 @@ def check_seeds(seeds: Sequence[int]) -> None:
         raise InputError("--seeds names no seed", "Give at least one, better three: --seeds 0 1 2")
 
 
-def begin(
-    folder: Path, labels: Mapping[str, str], seeds: Sequence[int], task: Line, model: Line, **more: bool | int | str
-) -> None:
-    """Write ``comparison.json`` without measures: the label of every arm, and the seeds."""
-    arms = [{"arm": arm, "label": label, "runs": [f"{arm}-{seed}" for seed in seeds]} for arm, label in labels.items()]
-    about = {"format": FORMAT, "name": folder.name, "task": task, "model": model, "seeds": list(seeds), "arms": arms}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / COMPARISON, {**about, **more, "measures": []})
+# ---------------------------------------------------------------------- conclusions
+
+ROLLOUTS_AVERAGED = 3
+"""Rollouts whose mean is the reward at the end of a run."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of every run, and whether arms are compared by it."""
+
+    key: str
+    label: str
+    of: Callable[[Run], float | None]
+    judged: bool = True
+    higher_is_better: bool = True
 
 
 def conclude(folder: Path) -> Line:

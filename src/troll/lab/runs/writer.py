@@ -21,8 +21,8 @@ import yaml
 
 from troll.errors import InputError
 from troll.files import sync_file, sync_folder, write_atomic
-from troll.lab.runs.arms import arm_of
-from troll.lab.runs.folder import ABOUT, CONFIG, FORMAT, Line, Run
+from troll.lab.runs.comparison import arm_of
+from troll.lab.runs.folder import ABOUT, COMPARISON, CONFIG, FORMAT, Line, Run
 from troll.trl.robust.store import HOLDER, LOCK, locked
 
 # ---------------------------------------------------------------------- names
@@ -60,7 +60,7 @@ def free_run_name(root: Path, wanted: str) -> str:
     return name
 
 
-# ---------------------------------------------------------------------- a run
+# ---------------------------------------------------------------------- a run, a comparison
 
 
 def create_run(folder: Path, config: Line, settings: Line, **facts: Any) -> None:
@@ -115,6 +115,16 @@ def timestamp() -> str:
 def _described(settings: Line) -> Line:
     arm, label = arm_of(settings)
     return {"arm": arm, "arm_label": label, "settings": settings}
+
+
+def begin_comparison(
+    folder: Path, labels: Mapping[str, str], seeds: Sequence[int], task: Line, model: Line, **more: bool | int | str
+) -> None:
+    """Write ``comparison.json`` without measures: the label of every arm, and the seeds."""
+    arms = [{"arm": arm, "label": label, "runs": [f"{arm}-{seed}" for seed in seeds]} for arm, label in labels.items()]
+    about = {"format": FORMAT, "name": folder.name, "task": task, "model": model, "seeds": list(seeds), "arms": arms}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / COMPARISON, {**about, **more, "measures": []})
 
 
 # ---------------------------------------------------------------------- files

@@ -12,18 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troll.lab.report.rules import RULES, History, find
-from troll.lab.report.rules.history import (
-    before,
-    held_out,
-    held_out_rise,
-    highest,
-    near_top,
-    noise,
-    smoothed,
-    stalled,
-    throughout,
-    trailing,
-)
+from troll.lab.report.rules.history import before, highest, throughout, trailing
+from troll.lab.report.rules.learning import held_out, held_out_rise, near_top, noise, smoothed, stalled
 
 
 def test_a_rollout_begins_with_its_reward() -> None:

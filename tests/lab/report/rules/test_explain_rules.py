@@ -17,7 +17,8 @@ import pytest
 
 from troll.lab.cli import check_command
 from troll.lab.report.rules import RULES, Change, Finding, History, changes, find, learning
-from troll.lab.report.rules.history import SMOOTH, Array, trailing
+from troll.lab.report.rules.history import Array, trailing
+from troll.lab.report.rules.learning import SMOOTH
 
 RISING = cases.RISING
 FLAT = [0.3, 0.32] * 6
@@ -159,7 +160,8 @@ SPOKEN = [
     Case("infra_error", made(code__infra_error=[0.0] * 19 + [0.25]), 77, 80,
          "25\xa0% of the programs could not be judged"),
     Case("gradient_spikes", made(grad_norm=[1.0] * 6 + [11.0, 1.0, 12.0] + [1.0] * 11), 17, 36,
-         "the gradient norm was 12, 12 times the median of earlier rollouts, one of 2 spikes in 5 rollouts", [SLOW, "--max_grad_norm 0.2"], "note", until=36),
+         "the gradient norm was 12, 12 times the median of earlier rollouts, one of 2 spikes in 5 rollouts",
+         [SLOW, "--max_grad_norm 0.2"], "note", until=36),
     Case("sampler_mismatch", made(**{"sampling/sampling_logp_difference/mean": 0.12}), 1, 12,
          "sampler and trainer differ by 0.12 in the log-probability of a token, on average",
          ["--vllm_importance_sampling_correction true"]),

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from troll.lab.report.rules import health, learning, trust_region
-from troll.lab.report.rules.history import History
-from troll.lab.report.rules.rule import NOTE, WARNING, Change, Finding, Rule
+from troll.lab.report.rules.history import NOTE, WARNING, Change, Finding, History, Rule
 from troll.lab.runs.folder import WARNINGS, Line, Run, is_evaluation
 from troll.lab.runs.writer import append_line
 

@@ -6,8 +6,19 @@ import math
 
 import numpy as np
 
-from troll.lab.report.rules.history import History, before, throughout, trailing
-from troll.lab.report.rules.rule import NOTE, Change, Finding, found, rule, scaled, slower
+from troll.lab.report.rules.history import (
+    NOTE,
+    Change,
+    Finding,
+    History,
+    before,
+    found,
+    rule,
+    scaled,
+    slower,
+    throughout,
+    trailing,
+)
 from troll.lab.runs.formatting import number, percent, plural
 
 ROLLOUTS = 3
@@ -102,8 +113,8 @@ def spikes(history: History) -> Finding | None:
         history,
         spike & (count >= SPIKES),
         lambda i: (
-            f"the gradient norm was {number(norm[i])}, {norm[i] / typical[i]:.0f} times the median of earlier rollouts, "
-            f"one of {count[i]:.0f} spikes in {SPIKE_ROLLOUTS} rollouts"
+            f"the gradient norm was {number(norm[i])}, {norm[i] / typical[i]:.0f} times the median of earlier "
+            f"rollouts, one of {count[i]:.0f} spikes in {SPIKE_ROLLOUTS} rollouts"
         ),
         "Single batches move the network far; only max_grad_norm limits them",
         [

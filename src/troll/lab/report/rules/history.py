@@ -1,10 +1,10 @@
-"""The log of a run as the rules read it: one number per rollout, the smoothed reward, and the held-out reward."""
+"""The log of a run by rollout, and the rules that are applied to it: a rule, its finding, the changes it suggests."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from troll.lab.runs.folder import Line, Run
-from troll.lab.runs.formatting import score
+from troll.lab.runs.formatting import plural
 from troll.lab.runs.statistics import finite
 from troll.trl.robust.fingerprint import bound_kind
 
@@ -152,68 +152,163 @@ def before(y: Array, n: int) -> Array:
     return np.concatenate([np.full(min(n, y.size), math.nan), y[: max(0, y.size - n)]])
 
 
-# ---------------------------------------------------------------------- the reward
+# ---------------------------------------------------------------------- rules, findings and changes
 
-SMOOTH = 3
-"""Rollouts over which the reward is averaged: a single one has the noise of its completions."""
-STALLED = 5
-"""Rollouts without a new highest reward after which it has plateaued: about twice as many as are averaged."""
-NEAR_TOP = 0.85
-"""Of rewards between 0 and 1: above it, a plateau and an entropy near 0 mean that learning is complete."""
-FALL = 1.5
-"""Steps of the reward, of mean size, below its highest mean at which it is called fallen instead of plateaued."""
+WARNING, NOTE = "warning", "note"
+"""A problem to fix; a fact to know."""
 
 
-def smoothed(history: History) -> Array:
-    """Mean reward of the last ``SMOOTH`` rollouts [R]."""
-    return trailing(history.reward, SMOOTH)
+@dataclass(frozen=True)
+class Change:
+    """A suggested change."""
+
+    flags: str
+    """Flags of ``troll train``; empty where no flag does it."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.flags} ({self.why})" if self.flags else self.why
 
 
-def noise(history: History) -> Array:
-    """Mean absolute change of the reward from rollout to rollout so far [R]; NaN before there are two changes."""
-    sizes = np.abs(np.diff(history.reward))
-    number = np.cumsum(np.isfinite(sizes))  # a rollout without a reward has no step
-    means = np.where(number > 1, np.nancumsum(sizes) / np.maximum(number, 1), math.nan)
-    return np.concatenate([np.full(min(1, history.reward.size), math.nan), means])
+@dataclass(frozen=True)
+class Finding:
+    """A sign of trouble: since when, the numbers, what they mean and what to change, the best change first."""
+
+    name: str
+    level: str
+    since: int
+    """The first update of the window in which the condition held first."""
+    said: int
+    """The update after which the condition was certain; later lines of the log do not affect it."""
+    until: int | None
+    """The last update at which the condition held; None if it still does."""
+    seen: str
+    means: str
+    changes: tuple[Change, ...]
+
+    @property
+    def when(self) -> str:
+        """The updates at which the condition held, in words."""
+        return f"since update {self.since}" if self.until is None else f"updates {self.since} to {self.until}"
+
+    @property
+    def statement(self) -> str:
+        """Level, time, numbers and meaning, without the changes."""
+        return f"{self.level.capitalize()} ({self.when}): {self.seen}. {self.means}."
+
+    def line(self) -> str:
+        """The statement and the first change, in one line."""
+        if not self.changes:
+            return self.statement
+        first = self.changes[0]
+        return f"{self.statement} {f'Try {first}.' if first.flags else f'{first.why[:1].upper()}{first.why[1:]}.'}"
+
+    def as_json(self) -> Line:
+        """Every field."""
+        return {**asdict(self), "changes": [asdict(change) for change in self.changes]}
 
 
-def stalled(history: History) -> Mask:
-    """No new highest smoothed reward, by more than the noise, in the last ``STALLED`` rollouts [R]."""
-    best = highest(smoothed(history))
-    return np.asarray(best <= before(best, STALLED) + noise(history))
+@dataclass(frozen=True)
+class Rule:
+    """A condition on the log of a run, and the data it needs."""
+
+    name: str
+    """The identifier in JSON and in ``docs/explain.md``."""
+    title: str
+    """What is checked, in words."""
+    check: Callable[[History], Finding | None]
+    needs: tuple[tuple[str, ...], ...]
+    """Metrics without which the condition cannot be checked; of each tuple one suffices."""
+    rollouts: int
+    """Rollouts without which the condition cannot hold."""
+    evaluations: int
+    """Evaluations after the start of training without which it cannot hold."""
+    when: Callable[[History], bool]
+    """Whether the rule concerns a run with these settings."""
+
+    def __call__(self, history: History) -> Finding | None:
+        """The finding in a run; None if the condition never holds."""
+        finding = self.check(history)
+        return None if finding is None else replace(finding, name=self.name)
+
+    def lacks(self, history: History) -> str:
+        """Why the condition cannot be checked in a run; empty if it can, or if the rule does not concern the run."""
+        if not len(history) or not self.when(history):
+            return ""
+        if missing := [" or ".join(names) for names in self.needs if not any(map(history.has, names))]:
+            return f"the log has no {' and no '.join(missing)}"
+        if len(history) < self.rollouts:
+            return f"{plural(self.rollouts, 'rollout')} needed, the run has {len(history)}"
+        for names in self.needs:
+            logged = int(np.any([history.logged(name) for name in names], axis=0).sum())
+            if logged < self.rollouts and "eval_reward" not in names:
+                return f"{plural(self.rollouts, 'rollout')} with {' or '.join(names)} needed, the log has {logged}"
+        if history.evaluated < self.evaluations:
+            return f"{plural(self.evaluations, 'evaluation')} during training needed, the run has {history.evaluated}"
+        return ""
 
 
-def fallen(history: History) -> Mask:
-    """Smoothed reward below its highest value by more than ``FALL`` × the noise [R]."""
-    now = smoothed(history)
-    return np.asarray(highest(now) - now > FALL * noise(history))
+def rule(
+    name: str,
+    title: str,
+    *needs: str | tuple[str, ...],
+    rollouts: int = 1,
+    evaluations: int = 0,
+    when: Callable[[History], bool] = lambda _: True,
+) -> Callable[[Callable[[History], Finding | None]], Rule]:
+    """Make a rule of a function; ``needs`` are the metrics without which it cannot be checked."""
+    tuples = tuple((x,) if isinstance(x, str) else x for x in needs)
+    return lambda check: Rule(name, title, check, tuples, rollouts, evaluations, when)
 
 
-def trend(history: History, i: int) -> str:
-    """The end of a sentence about a reward that no longer rises: where it has plateaued, or to what it fell."""
-    verb = "fell to" if fallen(history)[i] else "has plateaued at"
-    return f"the reward {verb} {score(smoothed(history)[i])}"
+def found(
+    history: History,
+    holds: Mask,
+    seen: Callable[[int], str],
+    means: str,
+    changes: Sequence[Change | None],
+    window: int = 1,
+    level: str = WARNING,
+) -> Finding | None:
+    """The finding if a condition ``holds`` [R] on some rollout, otherwise None.
+
+    The condition on a rollout depends on the last ``window`` rollouts and on nothing later, so a longer log does not
+    revoke a finding. ``seen`` states the numbers of a rollout; it is called for the last one on which it holds.
+    """
+    at = np.flatnonzero(holds)
+    if not at.size:
+        return None
+    i, j = int(at[0]), int(at[-1])
+    return Finding(
+        name="",
+        level=level,
+        since=history.begins(max(0, i - window + 1)),
+        said=history.ends(i),
+        until=None if j == len(history) - 1 else history.ends(j),
+        seen=seen(j),
+        means=means,
+        changes=tuple(change for change in changes if change is not None),
+    )
 
 
-def near_top(history: History) -> Mask:
-    """Rewards within [0, 1] so far, with a median over the last ``SMOOTH`` rollouts of at least ``NEAR_TOP`` [R]."""
-    reward = history.reward
-    within = (highest(reward) <= 1) & (highest(-reward) <= 0)
-    return np.asarray(within & (trailing(reward, SMOOTH, np.median) >= NEAR_TOP))
+def scaled(history: History, name: str, factor: float, why: str) -> Change | None:
+    """A setting multiplied by ``factor``; None if it is 0 or no number."""
+    value = history.setting(name)
+    return Change(f"--{name} {value * factor:.3g}", why) if value else None
 
 
-def held_out(history: History) -> Array:
-    """The latest held-out reward at each rollout [R]; NaN before the first evaluation after step 0."""
-    values = np.full(len(history), math.nan)
-    ends = [history.ends(i) for i in range(len(history))]
-    for line in history.evaluations:
-        i = int(np.searchsorted(ends, line["step"]))
-        if line["step"] > 0 and i < len(ends) and (value := finite(line.get("eval_reward"))) is not None:
-            values[i:] = value
-    return values
+def slower(history: History, why: str, factor: float = 1 / 2) -> Change:
+    """A lower learning rate."""
+    return scaled(history, "learning_rate", factor, why) or Change("", f"a lower learning rate: {why}")
 
 
-def held_out_rise(history: History) -> Array:
-    """Highest held-out reward so far minus the one before training [R]; NaN without that evaluation."""
-    start = [finite(line.get("eval_reward")) for line in history.evaluations[:1] if line["step"] == 0]
-    return highest(held_out(history)) - (math.nan if start in ([], [None]) else float(start[0] or 0.0))
+def fewer_updates(history: History, why: str) -> Change | None:
+    """Half the updates per rollout, if at least two remain: with one, no trust region acts."""
+    updates = history.setting("updates_per_generation") or 0
+    return Change(f"--updates_per_generation {int(updates) // 2}", why) if updates >= 4 else None
+
+
+def larger_groups(history: History, why: str) -> Change | None:
+    """Twice as many completions per prompt."""
+    size = history.setting("num_generations")
+    return Change(f"--num_generations {2 * size:.0f}", why) if size else None

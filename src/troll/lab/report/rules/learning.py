@@ -8,24 +8,93 @@ from collections.abc import Callable
 import numpy as np
 
 from troll.lab.report.rules.history import (
-    SMOOTH,
-    STALLED,
+    NOTE,
     Array,
+    Change,
+    Finding,
     History,
     Mask,
-    held_out,
-    held_out_rise,
+    before,
+    found,
     highest,
-    near_top,
-    noise,
-    smoothed,
-    stalled,
+    larger_groups,
+    rule,
+    scaled,
+    slower,
     throughout,
     trailing,
-    trend,
 )
-from troll.lab.report.rules.rule import NOTE, Change, Finding, found, larger_groups, rule, scaled, slower
 from troll.lab.runs.formatting import percent, plural, score
+from troll.lab.runs.statistics import finite
+
+# ---------------------------------------------------------------------- the reward
+
+SMOOTH = 3
+"""Rollouts over which the reward is averaged: a single one has the noise of its completions."""
+STALLED = 5
+"""Rollouts without a new highest reward after which it has plateaued: about twice as many as are averaged."""
+NEAR_TOP = 0.85
+"""Of rewards between 0 and 1: above it, a plateau and an entropy near 0 mean that learning is complete."""
+FALL = 1.5
+"""Steps of the reward, of mean size, below its highest mean at which it is called fallen instead of plateaued."""
+
+
+def smoothed(history: History) -> Array:
+    """Mean reward of the last ``SMOOTH`` rollouts [R]."""
+    return trailing(history.reward, SMOOTH)
+
+
+def noise(history: History) -> Array:
+    """Mean absolute change of the reward from rollout to rollout so far [R]; NaN before there are two changes."""
+    sizes = np.abs(np.diff(history.reward))
+    number = np.cumsum(np.isfinite(sizes))  # a rollout without a reward has no step
+    means = np.where(number > 1, np.nancumsum(sizes) / np.maximum(number, 1), math.nan)
+    return np.concatenate([np.full(min(1, history.reward.size), math.nan), means])
+
+
+def stalled(history: History) -> Mask:
+    """No new highest smoothed reward, by more than the noise, in the last ``STALLED`` rollouts [R]."""
+    best = highest(smoothed(history))
+    return np.asarray(best <= before(best, STALLED) + noise(history))
+
+
+def fallen(history: History) -> Mask:
+    """Smoothed reward below its highest value by more than ``FALL`` × the noise [R]."""
+    now = smoothed(history)
+    return np.asarray(highest(now) - now > FALL * noise(history))
+
+
+def trend(history: History, i: int) -> str:
+    """The end of a sentence about a reward that no longer rises: where it has plateaued, or to what it fell."""
+    verb = "fell to" if fallen(history)[i] else "has plateaued at"
+    return f"the reward {verb} {score(smoothed(history)[i])}"
+
+
+def near_top(history: History) -> Mask:
+    """Rewards within [0, 1] so far, with a median over the last ``SMOOTH`` rollouts of at least ``NEAR_TOP`` [R]."""
+    reward = history.reward
+    within = (highest(reward) <= 1) & (highest(-reward) <= 0)
+    return np.asarray(within & (trailing(reward, SMOOTH, np.median) >= NEAR_TOP))
+
+
+def held_out(history: History) -> Array:
+    """The latest held-out reward at each rollout [R]; NaN before the first evaluation after step 0."""
+    values = np.full(len(history), math.nan)
+    ends = [history.ends(i) for i in range(len(history))]
+    for line in history.evaluations:
+        i = int(np.searchsorted(ends, line["step"]))
+        if line["step"] > 0 and i < len(ends) and (value := finite(line.get("eval_reward"))) is not None:
+            values[i:] = value
+    return values
+
+
+def held_out_rise(history: History) -> Array:
+    """Highest held-out reward so far minus the one before training [R]; NaN without that evaluation."""
+    start = [finite(line.get("eval_reward")) for line in history.evaluations[:1] if line["step"] == 0]
+    return highest(held_out(history)) - (math.nan if start in ([], [None]) else float(start[0] or 0.0))
+
+
+# ---------------------------------------------------------------------- rules
 
 COLLAPSED, COLLAPSED_ROLLOUTS = 0.5, 5
 """Share of its highest mean over so many rollouts that the reward loses: runs that wander lose less, or come back."""

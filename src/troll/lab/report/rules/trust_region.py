@@ -9,18 +9,23 @@ import numpy as np
 
 from troll.lab.report.rules.health import projects
 from troll.lab.report.rules.history import (
-    SMOOTH,
-    STALLED,
+    NOTE,
+    WARNING,
     Array,
+    Change,
+    Finding,
     History,
     Mask,
+    fewer_updates,
+    found,
     highest,
-    stalled,
+    rule,
+    scaled,
+    slower,
     throughout,
     trailing,
-    trend,
 )
-from troll.lab.report.rules.rule import NOTE, Change, Finding, fewer_updates, found, rule, scaled, slower
+from troll.lab.report.rules.learning import SMOOTH, STALLED, stalled, trend
 from troll.lab.runs.folder import Line
 from troll.lab.runs.formatting import number, percent, plural
 from troll.lab.runs.statistics import finite
@@ -166,7 +171,7 @@ def far(history: History) -> Finding | None:
         return f"{text}, {_recent(reach, i) / bound:.0f} times the bound{kept}"
 
     if bound is None:
-        means = "The network moves far from the policy that generated the rollouts. Many runs that collapsed did, and some good ones"
+        means = "The network moves far from the old policy, as in many runs that collapsed and in some good ones"
         changes: list[Change | None] = [slower(history, "smaller updates")]
         changes += [Change("--trust_region troll", "bounds the KL of every token")]
     else:
@@ -175,7 +180,7 @@ def far(history: History) -> Finding | None:
         more = 1.0 if coef < 1 else 2 * coef
         changes = [Change(f"--regression_coef {more:g}", "pulls the network towards its projection")]
         changes += [slower(history, "smaller updates")]
-    level = NOTE if bound is None else "warning"
+    level = NOTE if bound is None else WARNING
     return found(history, throughout(reach > limit, ROLLOUTS), seen, means, changes, ROLLOUTS, level)
 
 
@@ -250,7 +255,7 @@ def kept_mass(history: History) -> Finding | None:
         means,
         [bucket, more] if floor else [more],
         ROLLOUTS,
-        "warning" if floor else NOTE,
+        WARNING if floor else NOTE,
     )
 
 
