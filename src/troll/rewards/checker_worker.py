@@ -6,33 +6,32 @@ It is run by its path and imports nothing of this package, so that it starts fas
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import logging
 import os
-import random
 import re
 import resource
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 MEMORY = {"math": 1 << 30, "gym": 4 << 30}  # bytes
 ORPHAN_SECONDS = 2  # after the deadline this process ends, in case its parent is gone and cannot kill it
-POINTS = 3  # at which two expressions with variables are compared
 
 
 def math_checker() -> Callable[..., Any]:
     """A function that says which pairs of expressions are equal, or which expressions can be parsed.
 
-    math-verify's parser reads the expressions; no text is run as code. Their difference is evaluated at a few points,
-    to as many digits as necessary. If it cannot be evaluated, math-verify decides.
+    math-verify's parser reads the expressions; no text is run as code. ``equality.py`` compares them.
     """
     import sympy  # type: ignore[import-untyped]
     import sympy.parsing.sympy_parser  # type: ignore[import-untyped]
     from latex2sympy2_extended import latex2sympy2 as latex  # type: ignore[import-untyped]
-    from math_verify import verify
 
+    equality = _neighbour("equality")
     sympy.parsing.sympy_parser.parse_expr = _number  # sympy's own runs text as Python
     config = latex.ConversionConfig(lowercase_symbols=False)
     logging.disable()  # the parser logs every text it cannot parse
@@ -48,55 +47,14 @@ def math_checker() -> Callable[..., Any]:
         except Exception:  # of many kinds
             return None
 
-    def zero(value: Any) -> bool | None:
-        """Whether a constant is 0; None if that cannot be decided."""
-        value = value.doit()
-        if value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
-            return None
-        if value.is_Rational:
-            return bool(value == 0)
-        parts = value.evalf(2, maxn=1000).as_real_imag()
-        if not all(part.is_Float or part.is_Rational for part in parts):
-            return None
-        return not any(part != 0 and getattr(part, "_prec", 2) > 1 for part in parts)
-
-    def everywhere(value: Any, seed: str) -> bool | None:
-        """Whether an expression is 0 at random values of its variables; None if that cannot be decided."""
-        variables = sorted(value.free_symbols, key=str)
-        if not variables:
-            return zero(value)
-        draw = random.Random(seed)
-        results = []
-        for _ in range(POINTS):
-            point = {x: sympy.Rational(draw.choice((-1, 1)) * draw.randint(50, 400), 101) for x in variables}
-            results.append(zero(value.subs(point)))
-        return False if False in results else None if None in results else True
-
-    def equations(gold: Any, answer: Any, seed: str) -> bool | None:
-        """Whether one equation is a multiple of the other; None if that cannot be decided."""
-        ratio = (gold.lhs - gold.rhs) / (answer.lhs - answer.rhs)
-        variables = sorted(ratio.free_symbols, key=str)
-        draw = random.Random(seed)
-        values = [ratio.subs({x: sympy.Rational(draw.randint(50, 400), 101) for x in variables}) for _ in range(2)]
-        if values[0].has(sympy.nan, sympy.zoo, sympy.oo) or zero(values[0]):
-            return None
-        return everywhere(ratio - values[0], seed)
-
     def equal(gold: str, answer: str) -> bool:
         one, other = parsed(gold), parsed(answer)
         if one is None or other is None:
             return False
-        if one == other:
-            return True
-        decided: bool | None = None
         try:
-            if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):
-                decided = equations(one, other, gold + answer)
-            elif isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
-                decided = everywhere(one - other, gold + answer)
-        except Exception:  # the difference cannot be formed or evaluated
-            decided = None
-        return bool(verify(one, other, timeout_seconds=None)) if decided is None else decided
+            return bool(equality.equal(one, other, f"{gold}\0{answer}"))
+        except Exception:  # of sympy, which cannot evaluate everything
+            return False
 
     def check(pairs: list[list[str]] | None = None, texts: list[str] | None = None) -> list[bool]:
         if texts is not None:
@@ -106,6 +64,16 @@ def math_checker() -> Callable[..., Any]:
     if check([["\\frac{x}{2}", "0.5x"], ["x+\\sqrt{2}", "x"]]) != [True, False]:  # also triggers late imports
         raise SystemExit("math-verify, sympy or one of their dependencies does not work")
     return check
+
+
+def _neighbour(name: str) -> Any:
+    """A module of this folder, loaded without the package around it."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _number(text: str, *_: Any, **__: Any) -> Any:
