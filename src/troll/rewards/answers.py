@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from troll.rewards.latex import fraction, number, split, strip_brackets, tidy
+from troll.rewards.units import may_follow, read_unit
 
 MAX_LENGTH = 300  # characters of an answer; a longer one is wrong
 _MAX_DEPTH, _MAX_PARTS = 12, 40  # nesting of brackets; parts of a list
@@ -36,14 +37,23 @@ _ONLY_AS_TEXT = re.compile(
     r"\\[lc]?dots|\.\.\.|:|(?<![_^\d])\d+ \d|\d_\{?\d|(?<![\^_])\d\{|\\(sim|cong|parallel|perp)(?![a-z])"
 )
 _BOMB = re.compile(
-    r"\^\{?[\d.]*\^|\^\{[^{}a-z]*\^|\^\{?[\d.,]{5,}|\d{5,}\}?\)?!|[)!}]!|\{\d{5,}\}\{|\d{60,}"  # e.g. towers of powers
+    r"\^\{?[\d.]*\^|\^\{[^{}a-z]*\^|\^\{?[\d.,]{5,}|\d{5,}\}?\)?!|[)!}]!|binom\{?\d{5,}|\d{60,}"  # e.g. towers
 )
 _UNKNOWN = re.compile(r"(?<![a-zA-Z\\])[a-df-hj-zA-Z](?![a-zA-Z])|(?<![a-zA-Z\\])[a-zA-Z]{2,}")
-_LOOSE = re.compile(r"\b(or|and|not|if|maybe|either)\b|(?<!\^)\d", re.IGNORECASE)
-_MEASURE = re.compile(
-    r"\b([mck]?m|in(che)?|inch|f(oo|ee)?t|yard|mile|mph|degree|second|min(ute)?|hour|day|week|month|year|dollar|cent|euro"
-    r"|[mk]?g|(kilo)?gram|(centi|kilo)?met(er|re)|pound|lb|ounce|lit(er|re)|gallon|base \d+)s?\b"
+_SYMBOL = re.compile(  # a name that an answer may add: x, \theta, S_n, f(x), AB, \angle ABC, "the area"
+    r"(?:[a-zA-Z]|[A-Z]{2}|\\(?:angle|triangle) ?[A-Z]{1,3}|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|rho))"
+    r"'*(?:_\{?\w+\}?)?(?: ?\([\w ,]*\))?"
+    r"|(?:\\text\{)? ?(?:the )?(?:final )?(?:answer|area|volume|perimeter|length|width|height|radius|distance|slope"
+    r"|total|sum|product|probability|cost|price|time|speed|number|value) ?\}?",
+    re.IGNORECASE,
 )
+_COMMANDS = re.compile(  # that the parser reads as what they mean; it takes \lnot for \ln and \cdots for \cdot
+    r"frac|sqrt|pi|cdot|times|div|binom|infty|pm|mp|le|ge|(arc)?(sin|cos|tan|cot|sec|csc)|(sin|cos|tan|cot)h|ln|log|lg|exp"
+    r"|[lr](floor|ceil)|[aA]lpha|[bB]eta|[gG]amma|[dD]elta|(var)?epsilon|[zZ]eta|eta|[tT]heta|iota|kappa|[lL]ambda|mu|nu"
+    r"|[xX]i|Pi|rho|[sS]igma|tau|(var)?phi|Phi|chi|[pP]si|[oO]mega"
+)
+_COMMAND = re.compile(r"\\([a-zA-Z]+|[^a-zA-Z\\{}])")
+_NO_THOUSANDS = re.compile(r"\d,(?!\d{3}(?!\d))\d|\d{4},\d")  # the parser takes 1,5 for 15
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ class Leaf:
     value: Fraction | None = None
     unit: str = ""
     name: str = ""
+    rounded: str = ""
+    """The number after ``\\approx``."""
 
     @property
     def relation(self) -> str:
@@ -140,17 +152,19 @@ def _tree(text: str) -> Answer:
     if (named := _NAMED.fullmatch(text)) and not _RELATION.search(named[2]):
         return replace(_tree(named[2]), name=named[1])
     if len(parts := split(text, "\\approx")) == 2 and all(parts):
-        named = re.fullmatch(_NAME, parts[0])
-        return replace(_tree(parts[1]), name=parts[0]) if named else _tree(parts[0])
+        if re.fullmatch(_NAME, parts[0]):
+            return replace(_tree(parts[1]), name=parts[0])
+        exact, unit = _tree(parts[0]), _UNIT.fullmatch(parts[1])
+        rounded = number(unit["value"] if unit else parts[1])
+        if isinstance(exact, Leaf) and rounded is not None:
+            return replace(exact, rounded=rounded)
     for parts in (split(text, ",;"), split(text, "\\cup")):
         if 1 < len(parts) <= _MAX_PARTS and all(parts):
-            return Group("{}", tuple(map(_tree, parts)))
+            return _set(parts)
     if interval := _interval(text):
         return interval
     if text in ("\\emptyset", "\\varnothing", "\\{\\}"):
         return Group("{}", ())
-    if text.count("\\pm") == 1 and "\\mp" not in text:
-        return Group("{}", tuple(_leaf(text.replace("\\pm", sign)) for sign in "+-"))
     if found := strip_brackets(text):
         opened, middle, closed = found
         if opened.startswith("\\begin"):
@@ -158,12 +172,27 @@ def _tree(text: str) -> Answer:
             return Group(opened, tuple(Group("row", row) for row in rows))
         parts = split(middle, ",;")
         if opened == "\\{" and len(parts) <= _MAX_PARTS and all(parts):
-            return _tree(parts[0]) if len(parts) == 1 else Group("{}", tuple(map(_tree, parts)))
+            return _tree(parts[0]) if len(parts) == 1 else _set(parts)
+        lines = [strip_brackets(part) for part in parts] if opened + closed == "[]" else [None]
+        if all(line and line[0] + line[2] == "[]" for line in lines):  # [[1,2],[3,4]]
+            rows = [tuple(map(_tree, split(line[1], ",;"))) for line in lines if line]
+            return Group("\\begin{pmatrix}", tuple(Group("row", row) for row in rows))
         if 1 < len(parts) <= _MAX_PARTS and all(parts):
             return Group(opened + closed, tuple(map(_tree, parts)))
         if opened + closed == "()" and len(parts) == 1 and len(middle) > 1:
             return _tree(middle)
+    if text.count("\\pm") == 1 and "\\mp" not in text:
+        return Group("{}", tuple(_leaf(text.replace("\\pm", sign)) for sign in "+-"))
     return _leaf(text)
+
+
+def _set(parts: Sequence[str]) -> Group:
+    """The answers in a list or a set; a part with ± is two of them."""
+    trees = [(_tree(part), "\\pm" in part) for part in parts]
+    both = (
+        tree.parts if double and isinstance(tree, Group) and tree.ends == "{}" else (tree,) for tree, double in trees
+    )
+    return Group("{}", tuple(part for some in both for part in some))
 
 
 def _interval(text: str) -> Group | None:
@@ -190,12 +219,12 @@ _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 
 def _leaf(text: str) -> Leaf:
     text = text.removeprefix("+")
-    unit = ""
+    unit, scale = "", 1
     if (match := _UNIT.fullmatch(text)) and not _RELATION.search(text):
         text = match["value"]
-        word = (match["text"] or match["word"] or "").strip().lower()
-        unit = "%" if match["percent"] or word == "percent" else "degree" if match["degree"] else word.rstrip("s.")
-        unit += (match["power"] or "").strip("{}")
+        percent, degree = match["percent"], match["degree"]
+        words = "%" if percent else "degree" if degree else match["text"] or match["word"] or ""
+        scale, unit = read_unit(words, (match["power"] or "").strip("^{}"))
     elif match := _BASE.fullmatch(text):
         text, unit = match["value"], f"base {match['base']}"
     if match := re.fullmatch(r"\\text\{([^{}]*)\}|\(?([A-Z])\)", text):
@@ -204,12 +233,15 @@ def _leaf(text: str) -> Leaf:
             return Leaf(f'"{words}"', None, unit)
         text = words
     value = fraction(text)
-    return Leaf(text if value is None else str(value), value, unit)
+    if value is None:
+        return Leaf(text, None, f"{scale} {unit}" if scale != 1 else unit)
+    return Leaf(str(value * scale), value * scale, unit)
 
 
 def equal_trees(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]) -> bool:
     """Whether two trees are equal, where ``leaf`` compares two leaves. It is called for every pair that could match."""
-    if gold.name and answer.name and gold.name != answer.name and not _relations(gold, answer):
+    renamed = answer.name and gold.name != answer.name and not _relations(gold, answer)
+    if renamed and (gold.name or not _SYMBOL.fullmatch(answer.name)):
         return False
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
         return leaf(gold, answer)
@@ -219,8 +251,23 @@ def equal_trees(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]
         return False
     if gold.ends != "{}":
         return all(equal_trees(g, a, leaf) for g, a in zip(gold.parts, answer.parts, strict=True))
-    table = [[equal_trees(g, a, leaf) for a in answer.parts] for g in gold.parts]
-    return all(map(any, table)) and all(map(any, zip(*table, strict=True)))
+    return _matched([[equal_trees(g, a, leaf) for a in answer.parts] for g in gold.parts])
+
+
+def _matched(table: Sequence[Sequence[bool]]) -> bool:
+    """Whether every row can have a column of its own in which it is true (Kuhn's algorithm)."""
+    rows: dict[int, int] = {}  # by their column
+
+    def place(row: int, seen: set[int]) -> bool:
+        for column, fits in enumerate(table[row]):
+            if fits and column not in seen:
+                seen.add(column)
+                if column not in rows or place(rows[column], seen):
+                    rows[column] = row
+                    return True
+        return False
+
+    return all(place(row, set()) for row in range(len(table)))
 
 
 def _relations(gold: Answer, answer: Answer) -> bool:
@@ -234,21 +281,41 @@ def compare_leaves(gold: Leaf, answer: Leaf) -> bool | Pair:
         if gold.relation == answer.relation:
             return True
         pair = (gold.relation, answer.relation)
+        signs = [len(_RELATION.findall(text)) for text in pair]
         solved = gold.name and not _UNKNOWN.search(gold.text)  # then an equation that is not solved is wrong
-        return pair if all(map(_RELATION.search, pair)) and not solved and not _BOMB.search(answer.text) else False
+        return pair if signs[0] == signs[1] and not solved and _readable(*pair) else False
     if gold.text.startswith('"') or answer.text.startswith('"'):
         words = answer.text.strip('"').replace(" ", "").casefold()
-        return words == gold.text.strip('"').replace(" ", "").casefold()
-    if "%" in (gold.unit, answer.unit) and gold.unit != answer.unit and gold.value is not None:
-        return answer.value in (gold.value, gold.value / 100 if gold.unit else gold.value * 100)
-    if answer.unit and answer.unit.replace(" ", "") != gold.unit.replace(" ", ""):
-        measures = _MEASURE.search(gold.unit) and _MEASURE.search(answer.unit)  # 3 dogs and 3 animals are not measures
-        if measures or (_LOOSE.search(answer.unit) and answer.unit != "base 10"):
-            return False
-    if gold.text == answer.text:
+        return gold.unit == answer.unit and words == gold.text.strip('"').replace(" ", "").casefold()
+    if "%" in (gold.unit, answer.unit) and gold.unit != answer.unit:
+        return _equal_percent(gold, answer)
+    if not may_follow(answer.unit, gold.unit, plain=gold.value is not None):
+        return False
+    if gold.text == answer.text and not answer.rounded:
         return True
+    if answer.value is not None and answer.rounded:
+        digits = len(answer.rounded.partition(".")[2])
+        near = abs(answer.value - Fraction(answer.rounded)) < Fraction(1, 10**digits)
+        return near and compare_leaves(gold, replace(answer, rounded=""))
     if gold.value is not None or _ONLY_AS_TEXT.search(gold.text) or _ONLY_AS_TEXT.search(answer.text):
         return False  # where the right answer is a number, unevaluated arithmetic is wrong
-    if _BOMB.search(answer.text) or (_UNEVALUATED.search(answer.text) and not _UNEVALUATED.search(gold.text)):
+    if not _readable(gold.text, answer.text):
         return False
-    return gold.text, answer.text
+    return gold.text, f"{answer.text}\\approx{answer.rounded}" if answer.rounded else answer.text
+
+
+def _equal_percent(gold: Leaf, answer: Leaf) -> bool:
+    """``5\\%`` is 0.05 and not 5. Where the right answer has the sign, it may be left out."""
+    if gold.unit == "%":
+        return not answer.unit and gold.value is not None and answer.value in (gold.value, gold.value / 100)
+    return not gold.unit and gold.value is not None and answer.value == gold.value * 100
+
+
+def _readable(gold: str, answer: str) -> bool:
+    """Whether the parser will read all of the answer, and in short time."""
+    if _BOMB.search(answer) or (_UNEVALUATED.search(answer) and not _UNEVALUATED.search(gold)):
+        return False
+    unknown = {command for command in _COMMAND.findall(answer) if not _COMMANDS.fullmatch(command)}
+    if unknown - set(_COMMAND.findall(gold)) or gold.count("\\circ") != answer.count("\\circ"):
+        return False
+    return not _NO_THOUSANDS.search(answer) and ("'" not in answer or "'" in gold)

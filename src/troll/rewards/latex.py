@@ -9,18 +9,32 @@ _SYMBOLS = str.maketrans(
     {
         "π": "\\pi ", "∞": "\\infty ", "√": "\\sqrt ", "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ",
         "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "°": "^\\circ ", "²": "^2", "³": "^3",
-        "½": "\\frac{1}{2}", "±": "\\pm ", "θ": "\\theta ", "∈": "\\in ", "∅": "\\emptyset ", "⟨": "(", "⟩": ")",
+        "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "±": "\\pm ", "θ": "\\theta ",
+        "∈": "\\in ", "∅": "\\emptyset ", "≈": "\\approx ", "⟨": "(", "⟩": ")",
         "\u00a0": " ", "\u202f": " ", "\u2009": " ", "~": " ",
     }
 )  # fmt: skip
 _NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # up to three levels of braces
 _ONE = r"[0-9a-zA-Z]|\\(?!(?:sqrt|frac|text)(?![a-zA-Z]))[a-zA-Z]+"  # a command's argument without braces
+_PLAIN = (  # commands that change only the appearance of what follows
+    r"\\(?:(?:text)?color\s*(?:\[\w*\])?\s*\{[^{}]*\}"
+    r"|(?:boldsymbol|bm|pmb|underline|underbar|fbox|boxed|ensuremath|displaystyle)(?![a-zA-Z]))"
+)
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\(displaystyle|textstyle|limits|nolimits|left|right|middle|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+        (r"\\(displaystyle|textstyle|limits|nolimits|left|right|middle|[bB]igg?[lr]?|bf|rm|[lL]arge)(?![a-zA-Z])", ""),
+        (r"^(\*\*|__|`|\*)([^*`]+)\1$", r"\2"),  # Markdown
+        (rf"{_PLAIN}\s*\{{([0-9.,]+|[a-zA-Z])\}}(?!\d)", r"\1"),
+        (_PLAIN, ""),
+        (r"\\math(?:rm|bf|it|sf|tt|normal)\s*(?=\{[^{}]*[0-9+*/=^(-])", ""),
         (rf"\\[hv]?phantom\s*(\{{{_NESTED}\}}|[^\s\\{{])", ""),
         (r"(?<=\d)\s*(\{,\}|,\\!)\s*(?=\d{3})", ""),
+        (r"(\\[a-zA-Z]+\s*|(?<![\w.}]))\.(?=\d)", r"\g<1>0."),
+        (r"(?<![\w.}])(\d+(?:\.\d+)?)[eE]\+?(\d{1,3})(?![\w.])", r"\1\\cdot10^{\2}"),
+        # 2e-3 is an expression with e; 1e-5, 2.5e-3, 2E-3 and 2e-03 are not
+        (r"(?<![\w.}])(\d+\.\d+|\d+(?=E)|\d+(?=e-\d\d)|1(?=e))[eE]-(\d{1,3})(?![\w.])", r"\1\\cdot10^{-\2}"),
+        (r"(?<=\d)\s*x\s*(?=10\^)", r"\\cdot"),
         (r"(?<=\d)\\[,;:]\s*(?=\d{3}(?!\d))", ""),
         (r"\\[!,;:>]|\\(q?quad|enspace|thinspace)(?![a-zA-Z])", " "),
         (r"(?<!\\)\\ ", " "),
@@ -32,6 +46,8 @@ _REWRITES = [
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\(?:langle|lparen)(?![a-zA-Z])", "("),
         (r"\\(?:rangle|rparen)(?![a-zA-Z])", ")"),
+        (r"\\lbrack(?![a-zA-Z])", "["),
+        (r"\\rbrack(?![a-zA-Z])", "]"),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"\\[lr]?vert(?![a-zA-Z])", "|"),
@@ -39,7 +55,9 @@ _REWRITES = [
         (r"\\math(?:rm|bf|it|sf|normal)\s*\{([a-zA-Z]|[0-9.,]+)\}", r"\1"),
         (r"\\(?:math(?:rm|bf|it|sf)|text(?:bf|it|rm|normal|sf)|mbox|hbox)(?![a-zA-Z])\s*", r"\\text"),
         (r"\\text\s*\{\s*\}", ""),
-        (r",?\s*(\\text\s*\{\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*,?", ", "),
+        (r",?\s*(\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*,?", ", "),
+        (r"[(\[]\s*\\begin\{(?:array|matrix|smallmatrix)\}(?:\{[clr|]*\})?", r"\\begin{pmatrix}"),
+        (r"\\end\{(?:array|matrix|smallmatrix)\}\s*[)\]]", r"\\end{pmatrix}"),
         (r"\\[bp]matrix|\\(begin|end)\{[bp]matrix\}", lambda m: m[0].replace("bmatrix", "pmatrix")),
         (r"\\sqrt\s*\(([^()]*)\)|(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)", lambda m: f"\\sqrt{{{m[1] or m[2]}}}"),
         (rf"\\sqrt\s*({_ONE})", r"\\sqrt{\1}"),
@@ -58,6 +76,8 @@ _REWRITES = [
         (r",(?=\s)", ";"),  # 10, 200 is not 10,200
     )
 ]
+_END = r"(?:[^\[\](){},;]|\([^()]*\)|\{(?:[^{}]|\{[^{}]*\})*\})+"
+_OUTWARD = re.compile(rf"([\[\](])({_END}[,;]{_END})([\[\])])")
 _SPACE = re.compile(r"(?<=[a-zA-Z0-9]) (?=[a-zA-Z0-9])|(\\text\{[^{}]*\})| ")
 _TOKEN = re.compile(r"\\begin\{\w+\}|\\end\{\w+\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _OPEN, _CLOSE = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
@@ -67,7 +87,7 @@ _NUMBER = re.compile(
 )
 _MIXED = re.compile(r"(-?)(\d{1,40}) ?(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(?<= )(\d{1,40})/(\d{1,40}))", re.ASCII)
 _QUOTIENT = re.compile(r"(-?)(?:\\frac\{([^{}]*)\}\{([^{}]*)\}|([^{}/]*)/([^{}/]*))")
-_POWER_OF_TEN = re.compile(r"(.*?)(?:\\times|\\cdot|\*)?10\^(?:\{([-+]?\d{1,3})\}|(\d))", re.ASCII)
+_POWER_OF_TEN = re.compile(r"(.*?)(?:\\times|\\cdot|\*)?10\^(?:\{([-+]?\d{1,3})\}|(-?\d{1,3}))", re.ASCII)
 
 
 def tidy(text: str) -> str:
@@ -88,7 +108,20 @@ def tidy(text: str) -> str:
             break
     text = re.sub(r"\s+", " ", text).strip()
     text = _SPACE.sub(lambda m: m[1] or (" " if _apart(text, m.start()) else ""), text)
-    return text.removeprefix("\\approx").strip(" .,;")
+    text = text.removeprefix("\\approx").strip().rstrip(" .,;")
+    for _ in range(3):
+        found = strip_brackets(text)
+        text = found[1] if found and found[0] + found[2] == "{}" else text
+    return text if _balanced(text) else _OUTWARD.sub(_turned, text)
+
+
+def _balanced(text: str) -> bool:
+    return len(split(text + ",", ",")) > 1
+
+
+def _turned(interval: re.Match[str]) -> str:
+    """An interval with brackets that point outwards, such as ``]1,2[``, in the common notation."""
+    return ("(" if interval[1] == "]" else interval[1]) + interval[2] + (")" if interval[3] == "[" else interval[3])
 
 
 def _apart(text: str, space: int) -> bool:
