@@ -87,8 +87,8 @@ def test_kernels_that_cannot_are_an_error_when_asked_for(
         monkeypatch.setenv("TROLL_IMPL", "triton")
     with pytest.raises(InputError) as caught:
         choose("auto" if asked.startswith("TROLL") else "triton", device, cannot)
-    assert caught.value.problem.startswith(f"Got {asked} where {obstacle}")
-    assert caught.value.fix == "Try impl='auto'"
+    assert caught.value.problem.startswith(f"{asked} is not possible here: {obstacle}")
+    assert caught.value.fix == ("Unset TROLL_IMPL" if asked.startswith("TROLL") else "Use impl='auto'")
 
 
 def test_names_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,9 @@ def test_a_compiled_function_takes_plain_operators(impl: str, monkeypatch: pytes
 
 def test_kernels_are_refused_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(InputError, match=r"impl='triton' where torch\.compile traces PyTorch operators"):
+    with pytest.raises(
+        InputError, match=r"impl='triton' is not possible here: torch\.compile traces PyTorch operators"
+    ):
         choose("triton", CUDA)
 
 
@@ -165,7 +167,7 @@ def test_rows_that_the_kernels_cannot_score(dtype: torch.dtype, support: int, lo
     taken = choose_for("auto", CUDA, dtype, support, logit)
     assert taken.impl == "reference"
     assert taken.why.startswith(why)
-    with pytest.raises(InputError, match="impl='triton' where"):
+    with pytest.raises(InputError, match="impl='triton' is not possible here:"):
         choose_for("triton", CUDA, dtype, support, logit)
     assert choose_for("auto", CPU, dtype, support, logit).impl == "torch"
 

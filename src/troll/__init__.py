@@ -11,13 +11,23 @@ The data flows through the folders in this order: policy → projection → obje
 
 from troll import advantages, diagnostics
 from troll.errors import InputError
-from troll.objective import aggregate, clip_loss, fused_troll_loss, regression, troll_loss, unconstrained_loss
+from troll.objective import (
+    Constrained,
+    aggregate,
+    clip_loss,
+    constrain,
+    fused_troll_loss,
+    regression_loss,
+    troll_loss,
+    unconstrained_loss,
+)
 from troll.policy import Head, PackedPolicy, SparsePolicy, restrict, sparsify, token_kl
 from troll.projection import Projection, project
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Constrained",
     "Head",
     "InputError",
     "PackedPolicy",
@@ -26,10 +36,11 @@ __all__ = [
     "advantages",
     "aggregate",
     "clip_loss",
+    "constrain",
     "diagnostics",
     "fused_troll_loss",
     "project",
-    "regression",
+    "regression_loss",
     "restrict",
     "sparsify",
     "token_kl",

@@ -26,16 +26,21 @@ class TrainingError(InputError):
 def require_choice(name: str, value: str, choices: Iterable[str], default: str | None = None) -> None:
     """Refuse a ``value`` of the option ``name`` that is not one of ``choices``; the first is the default."""
     known = tuple(choices)
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         near = suggestion(value, known)
         fix = f"Did you mean {near!r}?" if near else f"The default is {default or known[0]!r}"
         raise InputError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}", fix)
 
 
 def suggestion(word: object, known: Iterable[str]) -> str | None:
-    """The known word that ``word`` was probably meant to be, if any."""
-    found = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.75)
-    return found[0] if found else None
+    """The known word that ``word`` was probably meant to be, if any; in whatever case it was written.
+
+    >>> suggestion("Geometrc", ["linear", "geometric"])
+    'geometric'
+    """
+    by_lower = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.75)
+    return by_lower[found[0]] if found else None
 
 
 def _ended(sentence: str) -> str:

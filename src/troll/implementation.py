@@ -45,9 +45,8 @@ def choose(impl: Impl, device: torch.device, cannot: str | None = None) -> Choic
         require_choice(VARIABLE, impl, get_args(Impl))
     obstacle = cannot or _no_triton(device)
     if impl == "triton" and obstacle is not None:
-        raise InputError(
-            f"Got {asked} where {obstacle}, expected tensors that the kernels can work on", "Try impl='auto'"
-        )
+        fix = "Use impl='auto'" if asked.startswith("impl") else f"Unset {VARIABLE}"
+        raise InputError(f"{asked} is not possible here: {obstacle}", fix)
     if impl != "auto":
         return Choice(impl, f"asked for by {asked}")
     if device.type == "cpu":

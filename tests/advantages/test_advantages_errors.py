@@ -10,6 +10,7 @@ import torch
 import troll.advantages
 from troll.advantages import dr_grpo, gae, grpo, reinforce_pp, reinforce_pp_baseline, rloo, whiten
 from troll.errors import InputError
+from troll.inputs import describe
 
 NAN, INF = math.nan, math.inf
 ONES = torch.ones(2, 3)
@@ -66,7 +67,7 @@ def test_a_single_sample_has_no_baseline(estimator, groups, group, sample, count
 @GROUP
 @pytest.mark.parametrize("size", [3, 8, 0, -2, True, 2.0, torch.tensor([0, 0, 1, 1])])
 def test_group_size_must_divide_the_batch(estimator, size):
-    problem = f"group_size must be an integer ≥ 2 that divides the number of rewards, 4; got {size!r}"
+    problem = f"group_size must be an integer ≥ 2 that divides the number of rewards, 4, got {describe(size)}"
     refuse(problem, "pass groups=ids, an integer tensor [B]", estimator, torch.arange(4.0), group_size=size)
 
 
@@ -86,9 +87,9 @@ def test_groups_are_given_in_exactly_one_way(estimator):
 
 
 @GROUP
-@pytest.mark.parametrize(("groups", "type_name"), [(True, "bool"), (2.0, "float"), (["a", "a", "b", "b"], "list")])
-def test_groups_must_be_a_tensor(estimator, groups, type_name):
-    problem = f"groups must be an integer tensor [B] of group ids, got {type_name}"
+@pytest.mark.parametrize(("groups", "shown"), [(True, "True"), (2.0, "2.0"), (["a", "a", "b", "b"], "a list")])
+def test_groups_must_be_a_tensor(estimator, groups, shown):
+    problem = f"groups must be an integer tensor [B] of group ids, got {shown}"
     refuse(problem, "return_inverse", estimator, torch.arange(4.0), groups)
 
 
@@ -135,11 +136,11 @@ def test_rewards_must_be_one_per_sample(estimator, shape):
 
 @GROUP
 def test_rewards_must_be_a_real_non_empty_tensor(estimator):
-    problem = "rewards must be a torch tensor [B], got list"
+    problem = "rewards must be a tensor [B], got a list"
     refuse(problem, "torch.as_tensor(rewards)", estimator, [0.0, 1.0, 2.0, 3.0], group_size=2)
     problem = "rewards must not be empty, got shape (0,)"
     refuse(problem, "Leave empty batches out", estimator, torch.ones(0), group_size=2)
-    problem = "rewards must contain real numbers, got torch.complex64"
+    problem = "rewards must have real entries, got complex64"
     refuse(problem, "rewards.real", estimator, torch.ones(4, dtype=torch.complex64), group_size=2)
 
 
@@ -174,9 +175,9 @@ def test_tokens_must_be_a_real_non_empty_matrix(estimator, name):
     refuse(f"{shape} (3,)", "number of completion tokens", estimator, torch.ones(3), ONES)
     refuse(f"{shape} (2, 3, 1)", "number of samples", estimator, torch.ones(2, 3, 1), ONES)
     refuse(f"{name} must not be empty, got shape (0, 3)", "empty batches", estimator, torch.ones(0, 3), ONES)
-    problem = f"{name} must be a torch tensor [B, T], got list"
+    problem = f"{name} must be a tensor [B, T], got a list"
     refuse(problem, f"torch.as_tensor({name})", estimator, [[1.0]], ONES)
-    problem = f"{name} must contain real numbers, got torch.complex64"
+    problem = f"{name} must have real entries, got complex64"
     refuse(problem, f"{name}.real", estimator, ONES.to(torch.complex64), ONES)
 
 
@@ -210,12 +211,12 @@ def test_the_mask_is_zero_or_one(estimator, bad):
 
 @MASKED
 def test_the_mask_must_be_a_real_non_empty_matrix(estimator):
-    problem = "loss_mask must be a torch tensor [B, T], got list"
+    problem = "loss_mask must be a tensor [B, T], got a list"
     refuse(problem, "torch.as_tensor(loss_mask)", estimator, [[1, 1, 1]] * 2)
     problem = "loss_mask must have shape [B, T], got (3,)"
     refuse(problem, "number of completion tokens", estimator, torch.ones(3))
     refuse("loss_mask must not be empty, got shape (2, 0)", "empty batches", estimator, torch.ones(2, 0))
-    problem = "loss_mask must contain real numbers, got torch.complex64"
+    problem = "loss_mask must have real entries, got complex64"
     refuse(problem, "loss_mask.real", estimator, ONES.to(torch.complex64))
 
 
@@ -241,17 +242,22 @@ def test_whitening_needs_two_counted_tokens(estimator, n):
 
 @pytest.mark.parametrize("bad", [-0.1, 1.1, NAN, INF, "1", None, torch.tensor(0.5)])
 def test_gamma_and_lambda_lie_between_zero_and_one(bad):
-    gamma, lam = (f"{name} must be a number from 0 to 1, got {bad!r}" for name in ("gamma", "lam"))
-    refuse(gamma, "The default is 1.0", gae, ONES, ONES, ONES, gamma=bad)
-    refuse(lam, "The default is 1.0", gae, ONES, ONES, ONES, lam=bad)
-    refuse(gamma, "The default is 1.0", reinforce_pp, ONES, ONES, gamma=bad)
+    gamma, lam = (f"{name} must be a number from 0 to 1, got {describe(bad)}" for name in ("gamma", "lam"))
+    refuse(
+        gamma, "The default is 1.0" if bad != "1" else "1, without quotation marks", gae, ONES, ONES, ONES, gamma=bad
+    )
+    refuse(lam, "The default is 1.0" if bad != "1" else "1, without quotation marks", gae, ONES, ONES, ONES, lam=bad)
+    refuse(
+        gamma, "The default is 1.0" if bad != "1" else "1, without quotation marks", reinforce_pp, ONES, ONES, gamma=bad
+    )
 
 
 @pytest.mark.parametrize("bad", [0, -1e-4, NAN, INF, "1e-4", None])
 def test_eps_is_positive(bad):
     problem = f"eps must be a finite number > 0, got {bad!r}"
-    refuse(problem, "The default is 0.0001", grpo, PAIR, group_size=2, eps=bad)
-    refuse(problem, "The default is 1e-08", whiten, ONES, ONES, eps=bad)
+    fix = "eps=1e-4, without quotation marks" if bad == "1e-4" else "The default is "
+    refuse(problem, fix, grpo, PAIR, group_size=2, eps=bad)
+    refuse(problem, fix, whiten, ONES, ONES, eps=bad)
 
 
 @pytest.mark.parametrize(

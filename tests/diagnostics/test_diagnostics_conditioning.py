@@ -123,5 +123,5 @@ def test_what_is_refused():
             solver_conditioning(proposal, old, mask, kl_bound=bound)
     with pytest.raises(InputError, match="kl_bound"):
         solver_conditioning(proposal, old, mask, kl_bound=torch.ones(7))
-    with pytest.raises(InputError, match="within=0"):
+    with pytest.raises(InputError, match="within must be a number > 0, got 0"):
         solver_conditioning(proposal, old, mask).near_kink(0)

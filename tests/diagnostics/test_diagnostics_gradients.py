@@ -95,8 +95,8 @@ def test_the_closed_forms(seed, distance):
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
-        (unconstrained_loss, {}),
-        (clip_loss, {"clip_high": 0.3}),
+        (unconstrained_loss, {"tail": "floor"}),
+        (clip_loss, {"clip_high": 0.3, "tail": "floor"}),
         (troll_loss, {"kl_bound": EPS, "regression_coef": 0.5, "tail": "floor"}),
         (
             troll_loss,

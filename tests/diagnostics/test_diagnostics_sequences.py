@@ -203,17 +203,17 @@ def test_one_value_has_no_interval():
 def test_what_is_refused():
     model = Enumerated()
     proposal, old, mask = model.batch()
-    with pytest.raises(InputError, match="without a counted token"):
+    with pytest.raises(InputError, match="loss_mask counts no token"):
         estimate_sequence_kl(proposal, old, torch.zeros_like(mask))
-    with pytest.raises(InputError, match=r"loss_mask \[26, 3\]"):
+    with pytest.raises(InputError, match=r"loss_mask must have .*got \[26, 3\]"):
         estimate_sequence_kl(proposal, old, mask[1:])
     with pytest.raises(InputError, match="different sampled tokens"):
         estimate_sequence_kl(proposal, old[torch.arange(26, -1, -1)], mask)
     for groups in (torch.zeros(3, dtype=torch.long), torch.zeros(27)):
-        with pytest.raises(InputError, match="one integer per sequence"):
+        with pytest.raises(InputError, match=r"groups must (be one integer|have an integer)"):
             estimate_sequence_kl(proposal, old, mask, groups=groups)
     for confidence in (0.0, 1.0, math.nan):
-        with pytest.raises(InputError, match="confidence="):
+        with pytest.raises(InputError, match="confidence must be"):
             estimate_sequence_kl(proposal, old, mask, confidence=confidence)
     for values in (torch.ones(2, 2), torch.ones(0)):
         with pytest.raises(InputError, match="one number per sequence"):

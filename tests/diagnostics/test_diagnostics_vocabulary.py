@@ -110,7 +110,7 @@ def test_a_tokenizer_as_models_have_it():
     expected = ["word continuation", "whitespace", "digit", "punctuation", "whitespace", "special"]
     assert [CLASSES[c] for c in found.of(ids)[0].tolist()] == expected
     assert CLASSES[int(found.of(torch.tensor(-1)))] == "special"
-    with pytest.raises(InputError, match=f"for a vocabulary of {len(found.ids)}"):
+    with pytest.raises(InputError, match=f"ids of a vocabulary of {len(found.ids)}"):
         found.of(torch.tensor([len(found.ids)]))
 
 

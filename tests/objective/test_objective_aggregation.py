@@ -128,17 +128,17 @@ def test_linear_and_blind_to_the_order_of_sequences(rule, seed, B, T):
 @pytest.mark.parametrize(
     ("rule", "max_length", "given"),
     [
-        ("constant", None, "aggregation='constant' with max_length=None"),
-        ("token_mean", 8, "aggregation='token_mean' with max_length=8"),
-        ("sequence_mean", 8, "aggregation='sequence_mean' with max_length=8"),
-        ("sequence_sum", 8, "aggregation='sequence_sum' with max_length=8"),
+        ("constant", None, "aggregation='constant' needs max_length"),
+        ("token_mean", 8, "max_length=8 has no effect with aggregation='token_mean'"),
+        ("sequence_mean", 8, "max_length=8 has no effect with aggregation='sequence_mean'"),
+        ("sequence_sum", 8, "max_length=8 has no effect with aggregation='sequence_sum'"),
     ],
 )
 def test_max_length_belongs_to_the_constant_rule_alone(rule, max_length, given):
     with pytest.raises(InputError) as error:
         aggregate(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), rule, max_length=max_length)
-    assert error.value.problem == f"Got {given}, expected max_length with 'constant', and only there"
-    assert "the longest completion" in error.value.fix
+    assert error.value.problem.startswith(given)
+    assert "max_length" in error.value.fix
 
 
 def test_an_unknown_rule():
@@ -151,12 +151,12 @@ def test_an_unknown_rule():
 
 @pytest.mark.parametrize("length", [0, -3])
 def test_a_length_that_is_none(length):
-    with pytest.raises(InputError, match=rf"Got max_length={length}, expected at least 1 token. Use "):
+    with pytest.raises(InputError, match=rf"max_length must be an integer ≥ 1, got {length}. Pass "):
         aggregate(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), "constant", max_length=length)
 
 
 def test_values_and_mask_of_different_shapes():
-    with pytest.raises(InputError, match=r"Got values \[3\] and loss_mask \[2, 3\], expected \[B, T\] for both"):
+    with pytest.raises(InputError, match=r"values and loss_mask must have the same shape .*got \[3\] and \[2, 3\]"):
         aggregate(torch.ones(3), torch.ones(2, 3, dtype=torch.bool))
 
 

@@ -247,7 +247,7 @@ def test_saved_anywhere_and_loaded_it_goes_on_bit_for_bit(kind, cut):
 
 
 def test_the_state_of_another_kind_is_refused():
-    with pytest.raises(InputError, match="for ProjectedShareBound"):
+    with pytest.raises(InputError, match="the state of a ProjectedShareBound has the entries"):
         ProjectedShareBound(0.05, 0.03).load_state_dict(ScheduledBound(0.1, 0.01, 7).state_dict())
 
 
@@ -255,20 +255,20 @@ def test_the_state_of_another_kind_is_refused():
     ("make", "words"),
     [
         (lambda: FixedBound(-1.0), "kl_bound must be a number ≥ 0, got -1"),
-        (lambda: ScheduledBound(0.1, 0.01, 0), "over 0 rollouts"),
-        (lambda: ScheduledBound(0.1, 0.0, 5), "end=0"),
-        (lambda: ScheduledBound(math.inf, 0.1, 5, "linear"), "from inf"),
+        (lambda: ScheduledBound(0.1, 0.01, 0), "over must be an integer ≥ 1, got 0"),
+        (lambda: ScheduledBound(0.1, 0.0, 5), "end must be a finite number > 0, got 0"),
+        (lambda: ScheduledBound(math.inf, 0.1, 5, "linear"), "start must be a finite number ≥ 0, got inf"),
         (lambda: ScheduledBound(0.1, 0.2, 5, "cosine"), "got 'cosine'"),
-        (lambda: ProjectedShareBound(0.05, 0.0), "target=0"),
-        (lambda: ProjectedShareBound(0.05, 1.0), "target=1"),
-        (lambda: ProjectedShareBound(0.0, 0.1), "start=0"),
-        (lambda: ProjectedShareBound(math.inf, 0.1), "start=inf"),
-        (lambda: ProjectedShareBound(0.05, 0.1, step=1.0), "step=1"),
-        (lambda: ProjectedShareBound(0.05, 0.1, gain=-1.0), "gain=-1"),
+        (lambda: ProjectedShareBound(0.05, 0.0), "target must be a fraction of the tokens, .*got 0"),
+        (lambda: ProjectedShareBound(0.05, 1.0), "target must be a fraction of the tokens, .*got 1"),
+        (lambda: ProjectedShareBound(0.0, 0.1), "start must be a finite number > 0, got 0"),
+        (lambda: ProjectedShareBound(math.inf, 0.1), "start must be a finite number > 0, got inf"),
+        (lambda: ProjectedShareBound(0.05, 0.1, step=1.0), "step must be a number > 1, .*got 1"),
+        (lambda: ProjectedShareBound(0.05, 0.1, gain=-1.0), "gain must be a finite number > 0, got -1"),
         (lambda: ProjectedShareBound(0.05, 0.1, lowest=0.1), "lowest=0.1"),
-        (lambda: NetworkKLBound(0.05, -0.1), "target=-0.1"),
-        (lambda: RegressionController(0.0, 0.1), "start=0"),
-        (lambda: RegressionController(1.0, 1.5), "target=1.5"),
+        (lambda: NetworkKLBound(0.05, -0.1), "target must be a finite number > 0, got -0.1"),
+        (lambda: RegressionController(0.0, 0.1), "start must be a finite number > 0, got 0"),
+        (lambda: RegressionController(1.0, 1.5), "target must be a fraction of the tokens, .*got 1.5"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, words):

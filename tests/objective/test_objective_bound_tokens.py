@@ -282,14 +282,14 @@ def test_one_number_for_all_tokens_asks_for_nothing():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: EntropyBound(0.0), "kl_bound=0"),
-        (lambda: EntropyBound(0.05, 1.5), "share=1.5"),
-        (lambda: EntropyBound(0.05, highest=0.04), "highest=0.04 with kl_bound=0.05"),
-        (lambda: EntropyBound(0.05, highest=math.nan), "highest=nan"),
-        (lambda: SequenceBound(0.0), "limit=0"),
-        (lambda: SequenceBound(math.inf), "limit=inf"),
+        (lambda: EntropyBound(0.0), "kl_bound must be a finite number > 0, got 0"),
+        (lambda: EntropyBound(0.05, 1.5), "share must be a number from 0 to 1, got 1.5"),
+        (lambda: EntropyBound(0.05, highest=0.04), "highest must be at least kl_bound=0.05, .*got 0.04"),
+        (lambda: EntropyBound(0.05, highest=math.nan), "highest must be at least kl_bound=0.05, .*got nan"),
+        (lambda: SequenceBound(0.0), "limit must be a finite number > 0, got 0"),
+        (lambda: SequenceBound(math.inf), "limit must be a finite number > 0, got inf"),
         (lambda: SequenceBound(1.0, -0.1), "kl_bound must be a number ≥ 0, got -0.1"),
-        (lambda: SequenceBound(1.0, max_length=0), "max_length=0"),
+        (lambda: SequenceBound(1.0, max_length=0), "max_length must be an integer ≥ 1, got 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, words):

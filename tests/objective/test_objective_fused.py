@@ -355,15 +355,24 @@ def call(case: Case, impl: str = "torch", **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "given"),
     [
-        ({"hidden": torch.zeros(B, T - 1, H)}, "hidden [3, 3, 5] and an old policy over [3, 4] positions"),
-        ({"hidden": torch.zeros(B * T, H)}, "hidden [12, 5] and an old policy over [3, 4] positions"),
-        ({"hidden": torch.zeros(B, T, H + 1, dtype=F64)}, "hidden [3, 4, 6], positions [3, 4], weight [40, 5]"),
-        ({"loss_mask": torch.ones(B, T + 1)}, "a proposal over [3, 4] positions and loss_mask [3, 5]"),
-        ({"advantages": torch.zeros(T)}, "advantages [4] for a batch [3, 4]"),
-        ({"advantages": torch.tensor([0.0, NAN, 1.0])}, "advantages nan at position [1, 0]"),
-        ({"advantages": torch.zeros(B, requires_grad=True)}, "advantages that require gradient"),
-        ({"importance_weights": torch.tensor([1.0, 1.0, INF])}, "importance_weights inf at position [2, 0]"),
-        ({"importance_weights": torch.ones(B, T, 1)}, "importance_weights [3, 4, 1] for a batch [3, 4]"),
+        ({"hidden": torch.zeros(B, T - 1, H)}, "where old has shape [B, T], got [3, 3, 5] and [3, 4]"),
+        ({"hidden": torch.zeros(B * T, H)}, "where old has shape [B, T], got [12, 5] and [3, 4]"),
+        ({"hidden": torch.zeros(B, T, H + 1, dtype=F64)}, "got [3, 4, 6], [3, 4] and [40, 5]"),
+        ({"loss_mask": torch.ones(B, T + 1)}, "one entry per token of the policies, shape [3, 4], got [3, 5]"),
+        (
+            {"advantages": torch.zeros(T)},
+            "advantages must be one per sequence, shape [3], or one per token, shape [3, 4], got [4]",
+        ),
+        ({"advantages": torch.tensor([0.0, NAN, 1.0])}, "advantages must be finite, got nan at position [1, 0]"),
+        ({"advantages": torch.zeros(B, requires_grad=True)}, "advantages must be constants"),
+        (
+            {"importance_weights": torch.tensor([1.0, 1.0, INF])},
+            "importance_weights must be finite, got inf at position [2, 0]",
+        ),
+        (
+            {"importance_weights": torch.ones(B, T, 1)},
+            "importance_weights must be one per sequence, shape [3], or one per token, shape [3, 4], got [3, 4, 1]",
+        ),
         ({"kl_bound": -0.1}, "got -0.1"),
         ({"kl_bound": NAN}, "kl_bound must be a number ≥ 0, got nan"),
         ({"kl_bound": torch.tensor([[-1.0] * T] * B)}, "kl_bound"),
@@ -371,12 +380,12 @@ def call(case: Case, impl: str = "torch", **changes: Any) -> None:
         ({"regression_coef": -1.0}, "regression_coef must be a number ≥ 0, got -1.0"),
         ({"tail": "bin"}, "got 'bin'"),
         ({"aggregation": "mean"}, "got 'mean'"),
-        ({"aggregation": "constant"}, "aggregation='constant' with max_length=None"),
-        ({"max_length": 5}, "aggregation='token_mean' with max_length=5"),
-        ({"max_support": 0}, "max_support=0"),
-        ({"tail_mass": 1.0}, "tail_mass=1.0"),
-        ({"memory_budget": 0}, "memory_budget=0"),
-        ({"memory_budget": -5}, "memory_budget=-5"),
+        ({"aggregation": "constant"}, "aggregation='constant' needs max_length"),
+        ({"max_length": 5}, "max_length=5 has no effect with aggregation='token_mean'"),
+        ({"max_support": 0}, "max_support must be an integer ≥ 1, got 0"),
+        ({"tail_mass": 1.0}, "tail_mass must be a number ≥ 0 and < 1, got 1.0"),
+        ({"memory_budget": 0}, "memory_budget must be an integer ≥ 1, got 0"),
+        ({"memory_budget": -5}, "memory_budget must be an integer ≥ 1, got -5"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], given: str) -> None:
@@ -397,7 +406,7 @@ def test_a_counted_nan_is_refused_with_its_position(tail: str) -> None:
 
 def test_a_counted_position_that_the_old_policy_masks_is_refused() -> None:
     case = make(mask=MASK)
-    with pytest.raises(InputError, match=r"without a distribution at position \[0, 3\], which loss_mask counts"):
+    with pytest.raises(InputError, match=r"has no distribution at position \[0, 3\], which loss_mask counts"):
         call(case, loss_mask=torch.ones(B, T))
 
 
@@ -412,7 +421,7 @@ def test_another_vocabulary_is_refused() -> None:
 def test_an_old_policy_that_requires_gradient_is_refused(tail: str) -> None:
     case = make()
     old, _ = case.head().sparsify(case.leaves[0], case.old.sampled, K, 1e-3)
-    with pytest.raises(InputError, match="an old policy that requires gradient"):
+    with pytest.raises(InputError, match="old must be a constant"):
         call(case, old=old, tail=tail)
 
 

@@ -1,4 +1,4 @@
-"""Every refusal of a loss: what was given, what was expected, what to try."""
+"""Every refusal of a loss: what is wrong, with what was given, and what to do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LOSSES = pytest.mark.parametrize("loss_function", [troll_loss, clip_loss, uncons
 CASE = make_case()
 
 
-def refuse(given, expected, hint, function, *args, **kwargs):
-    """Call, and compare all three parts of the refusal; ``hint`` may be a part of it."""
+def refuse(problem, fix, function, *args, **kwargs):
+    """Call, and compare both sentences of the refusal; ``fix`` may be a part of it."""
     with pytest.raises(InputError) as error:
         function(*args, **kwargs)
-    assert error.value.problem == f"Got {given}, expected {expected}"
-    assert hint in error.value.fix
+    assert error.value.problem == problem
+    assert fix in error.value.fix
 
 
 def call(loss_function, *, proposal=None, old=None, advantages=None, loss_mask=None, **options):
@@ -64,8 +64,7 @@ def test_a_bound_below_zero_or_nan(kl_bound, shown):
 @pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4), (3, 4, 1), (3, 5)])
 def test_bounds_of_a_wrong_shape(shape):
     refuse(
-        f"kl_bound {list(shape)} for positions [3, 4]",
-        "one number, or one per position",
+        f"kl_bound must be one number or one per position, shape [3, 4], got {list(shape)}",
         "a float",
         call,
         troll_loss,
@@ -81,17 +80,17 @@ def test_a_regression_coefficient_that_is_no_weight(value):
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, NAN, INF])
 def test_a_lower_clip_outside_0_to_1(value):
-    refuse(f"clip_low={value}", "0 ≤ clip_low ≤ 1.0", "The default is 0.2", call, clip_loss, clip_low=value)
+    refuse(f"clip_low must be a number from 0 to 1, got {value}", "The default is 0.2", call, clip_loss, clip_low=value)
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, -INF])
 def test_an_upper_clip_below_0(value):
-    refuse(f"clip_high={value}", "0 ≤ clip_high ≤ inf", "The default is 0.2", call, clip_loss, clip_high=value)
+    refuse(f"clip_high must be a number ≥ 0, got {value}", "The default is 0.2", call, clip_loss, clip_high=value)
 
 
 @pytest.mark.parametrize("value", [1.0, 0.5, 0, -3.0, NAN])
 def test_a_dual_clip_of_at_most_1(value):
-    refuse(f"dual_clip={value}", "a number > 1, or None", "3", call, clip_loss, dual_clip=value)
+    refuse(f"dual_clip must be a number > 1, or None, got {value}", "3", call, clip_loss, dual_clip=value)
 
 
 def test_the_limits_themselves_are_accepted():
@@ -129,17 +128,15 @@ def test_an_unknown_solver():
 @LOSSES
 def test_max_length_without_the_constant_rule(loss_function):
     refuse(
-        "aggregation='token_mean' with max_length=8",
-        "max_length with 'constant', and only there",
-        "the longest completion",
+        "max_length=8 has no effect with aggregation='token_mean'",
+        "Leave max_length out",
         call,
         loss_function,
         max_length=8,
     )
     refuse(
-        "aggregation='constant' with max_length=None",
-        "max_length with 'constant', and only there",
-        "the longest completion",
+        "aggregation='constant' needs max_length, the length of the longest completion the run allows",
+        "Pass max_length",
         call,
         loss_function,
         aggregation="constant",
@@ -156,18 +153,17 @@ def test_a_number_that_is_none_on_a_counted_token(loss_function, name, bad):
     per_token = torch.ones(3, 4)
     per_token[1, 2] = bad
     assert bool(CASE.mask[1, 2])
-    expected = "finite numbers", "Check the reward of that sequence"
-    refuse(f"{name} {bad} at position [1, 2]", *expected, call, loss_function, **{name: per_token})
+    fix = "Check the rewards of that sequence" if name == "advantages" else "Check the sampler's log-probabilities"
+    refuse(f"{name} must be finite, got {bad} at position [1, 2]", fix, call, loss_function, **{name: per_token})
     per_sequence = torch.tensor([1.0, 1.0, bad])
-    refuse(f"{name} {bad} at position [2, 0]", *expected, call, loss_function, **{name: per_sequence})
+    refuse(f"{name} must be finite, got {bad} at position [2, 0]", fix, call, loss_function, **{name: per_sequence})
 
 
 @LOSSES
 @pytest.mark.parametrize("name", ["advantages", "importance_weights"])
 def test_advantages_and_weights_are_constants(loss_function, name):
     refuse(
-        f"{name} that require gradient",
-        "constants",
+        f"{name} must be constants, got a tensor that requires gradient",
         f"{name}.detach()",
         call,
         loss_function,
@@ -180,9 +176,8 @@ def test_advantages_and_weights_are_constants(loss_function, name):
 @pytest.mark.parametrize("shape", [(), (4,), (3, 1), (1, 4), (4, 3), (3, 4, 1)])
 def test_advantages_and_weights_of_a_wrong_shape(loss_function, name, shape):
     refuse(
-        f"{name} {list(shape)} for a batch [3, 4]",
-        "one per sequence [B] or one per token [B, T]",
-        f"{name}.reshape(B)",
+        f"{name} must be one per sequence, shape [3], or one per token, shape [3, 4], got {list(shape)}",
+        "in the order of the sequences",
         call,
         loss_function,
         **{name: torch.ones(shape)},
@@ -196,9 +191,8 @@ def test_advantages_and_weights_of_a_wrong_shape(loss_function, name, shape):
 @pytest.mark.parametrize("shape", [(3,), (4, 3), (3, 4, 1), (1, 4), ()])
 def test_a_mask_of_a_wrong_shape(loss_function, shape):
     refuse(
-        f"a proposal over [3, 4] positions and loss_mask {list(shape)}",
-        "[B, T] for both",
-        "loss_mask[None]",
+        f"loss_mask must have one entry per token of the policies, shape [3, 4], got {list(shape)}",
+        "Cut the mask",
         call,
         loss_function,
         loss_mask=torch.ones(shape),
@@ -209,8 +203,7 @@ def test_a_mask_of_a_wrong_shape(loss_function, shape):
 def test_policies_that_are_no_batch(loss_function):
     proposal, old = policies(CASE)
     refuse(
-        "a proposal over [4] positions and loss_mask [4]",
-        "[B, T] for both",
+        "old must be a policy over [B, T] positions, got [4]",
         "logits[None]",
         loss_function,
         proposal[0],
@@ -225,8 +218,7 @@ def test_policies_that_are_no_batch(loss_function):
 def test_policies_over_different_positions(loss_function, index):
     _, old = policies(CASE)
     refuse(
-        f"a proposal over [3, 4] positions and an old policy over {list(old[index].shape)}",
-        "the same positions for both",
+        f"proposal and old must have the same positions [B, T], got [3, 4] and {list(old[index].shape)}",
         "Score the same completions with both",
         call,
         loss_function,
@@ -239,8 +231,7 @@ def test_different_temperatures(loss_function):
     with torch.no_grad():
         old = sparsify(CASE.old_logits, CASE.sampled, 6, 0.0, temperature=0.7, loss_mask=CASE.mask)
     refuse(
-        "a proposal with temperature 1.0 and an old policy with temperature 0.7",
-        "the same for both",
+        "proposal and old must have the same temperature, got 1.0 and 0.7",
         "the temperature of the rollout",
         call,
         loss_function,
@@ -251,7 +242,7 @@ def test_different_temperatures(loss_function):
 @LOSSES
 def test_an_old_policy_with_gradient(loss_function):
     old = sparsify(CASE.old_logits.clone().requires_grad_(), CASE.sampled, 6, 0.0, loss_mask=CASE.mask)
-    refuse("an old policy that requires gradient", "a constant", "old.detach()", call, loss_function, old=old)
+    refuse("old must be a constant, got a policy that requires gradient", "old.detach()", call, loss_function, old=old)
 
 
 @LOSSES
@@ -259,8 +250,7 @@ def test_different_sampled_tokens(loss_function):
     with torch.no_grad():
         old = sparsify(CASE.old_logits, (CASE.sampled + 1) % 6, 6, 0.0, loss_mask=CASE.mask)
     refuse(
-        "a proposal and an old policy with different sampled tokens",
-        "the same completion scored by both",
+        "proposal and old must be of the same completions, got different sampled tokens",
         "the same sampled ids",
         call,
         loss_function,
@@ -288,6 +278,39 @@ def test_the_default_refuses_a_proposal_on_tokens_of_its_own():
                 troll_loss(proposal, old, CASE.advantages, CASE.mask, preset=preset)
 
 
+def test_the_preset_that_does_not_fit_is_named():
+    proposal, old = policies(CASE, K=2, tail="bucket")
+    for loss_function in (troll_loss, clip_loss, unconstrained_loss):
+        assert bool(loss_function(proposal, old, CASE.advantages, CASE.mask)[0].isfinite())
+    refuse(
+        "tail='floor' (from preset='paper') needs a proposal on its own most probable tokens, got one made by "
+        "troll.restrict",
+        "troll.sparsify(logits, sampled), or pass tail='bucket'",
+        troll_loss,
+        proposal,
+        old,
+        CASE.advantages,
+        CASE.mask,
+        preset="paper",
+    )
+
+
+@LOSSES
+def test_all_losses_accept_the_same_proposals(loss_function):
+    """The KL that a baseline reports is that of ``troll_loss``, so it needs a proposal that fits the same tail."""
+    proposal, old = policies(CASE, K=2)
+    origin = "from preset='default'" if loss_function is troll_loss else "the default"
+    refuse(
+        f"tail='bucket' ({origin}) needs a proposal on the tokens of the old policy, got one made by troll.sparsify",
+        "tail='floor'",
+        loss_function,
+        proposal,
+        old,
+        CASE.advantages,
+        CASE.mask,
+    )
+
+
 @LOSSES
 def test_logits_in_the_place_of_a_policy(loss_function):
     with pytest.raises(InputError, match=r"^proposal must be a SparsePolicy, got a tensor \[3, 4, 6\].*troll.restrict"):
@@ -301,8 +324,7 @@ def test_a_bucket_needs_one_support(loss_function):
     proposal, old = policies(CASE, K=2)
     proposal = dataclasses.replace(proposal, made_by=None)
     refuse(
-        "a proposal on a support of its own with tail='bucket'",
-        "a proposal on the support of the old policy",
+        "tail='bucket' needs a proposal on the tokens of the old policy, got other tokens",
         "troll.restrict(logits, old)",
         call,
         loss_function,
@@ -321,9 +343,8 @@ def test_a_counted_position_without_a_distribution(loss_function, side, name):
     both = dict(zip(("proposal", "old"), policies(CASE), strict=True))
     both[side] = policies(CASE.with_(mask=narrow))[side == "old"]
     refuse(
-        f"a {name} without a distribution at position [1, 2], which loss_mask counts",
-        "a distribution at every counted position",
-        "the same loss_mask for sparsify and the loss, or on_invalid='mask'",
+        f"the {name} has no distribution at position [1, 2], which loss_mask counts",
+        "the same loss_mask for the policies and the loss, or on_invalid='mask'",
         call,
         loss_function,
         **both,
@@ -341,8 +362,8 @@ def test_logits_that_are_no_numbers_name_their_token(loss_function, side, bad, s
     broken[1, 2, 4] = bad
     case = CASE.with_(**{side: broken})
     refuse(
+        "logits must be finite, or −inf for excluded tokens, got "
         f"logit {shown} of token 4 at position [1, 2] (1 such positions)",
-        "finite logits, or −inf for tokens that are excluded",
         "on_invalid='mask'",
         evaluate,
         loss_function,
@@ -350,7 +371,7 @@ def test_logits_that_are_no_numbers_name_their_token(loss_function, side, bad, s
     )
     # Masked for the policies but not for the loss, it is still no silent zero.
     proposal, old = policies(case, on_invalid="mask")
-    with pytest.raises(InputError, match=r"without a distribution at position \[1, 2\]"):
+    with pytest.raises(InputError, match=r"has no distribution at position \[1, 2\]"):
         loss_function(proposal, old, CASE.advantages, CASE.mask, tail="floor")
     _, metrics = loss_function(proposal, old, CASE.advantages, CASE.mask, on_invalid="mask", tail="floor")
     assert metrics["skipped_tokens"] == 1
@@ -372,8 +393,8 @@ def truncated(lost):
 @pytest.mark.parametrize("lost", [0.11, 0.5])
 def test_more_lost_mass_than_the_limit(lost):
     refuse(
-        f"a proposal with {lost} of its mass, on average, on tokens the old one excludes",
-        "at most max_lost_mass=0.1",
+        f"the proposal has on average {lost} of its probability on tokens that the old policy excludes, more than "
+        "max_lost_mass=0.1",
         "without top-k, top-p or min-p truncation",
         evaluate,
         troll_loss,
@@ -402,7 +423,7 @@ def test_lost_mass_is_judged_over_the_counted_tokens(where):
     known = mask if where == "sparsify and loss" else None
     old = sparsify(old_logits, sampled, loss_mask=known)
     proposal = sparsify(one.logits.expand(1, 4, 3), sampled, loss_mask=known)
-    with pytest.raises(InputError, match=r"Got a proposal with 0.3 of its mass"):
+    with pytest.raises(InputError, match=r"the proposal has on average 0.3 of its probability"):
         troll_loss(proposal, old, torch.ones(1), mask, tail="floor")
     # The other way round, what is lost under the mask disturbs nobody.
     rest = ~mask if known is None else torch.zeros_like(mask)
@@ -436,9 +457,9 @@ def test_excluded_on_both_sides():
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
-        ([0, 0], "every token id at most once in a position"),
-        ([0, 7], "token ids from 0 to 3 (vocab_size=4), −1 in unused slots"),
-        ([-1, 1], "the sampled token in slot 0"),
+        ([0, 0], "token_ids must have every token at most once in a position"),
+        ([0, 7], "token_ids must be from 0 to vocab_size − 1 = 3, or −1 in unused slots"),
+        ([-1, 1], "token_ids must have the sampled token in slot 0"),
     ],
 )
 def test_a_policy_that_was_made_wrong_never_reaches_a_loss(ids, expected):
@@ -447,7 +468,7 @@ def test_a_policy_that_was_made_wrong_never_reaches_a_loss(ids, expected):
         log_probs[..., 0] = -INF
     with pytest.raises(InputError) as error:
         SparsePolicy(torch.tensor([[ids]]), log_probs, torch.full((1, 1), -INF), 4)
-    assert error.value.problem.endswith(f", expected {expected}")
+    assert error.value.problem.startswith(f"{expected}, got token_ids ")
 
 
 @LOSSES

@@ -432,7 +432,7 @@ def test_the_kernel_is_used_and_only_where_it_can_be(monkeypatch: pytest.MonkeyP
     assert isinstance(constrain(*pair, 0.05, impl="reference").projection, Projection)
     monkeypatch.setenv("TROLL_IMPL", "reference")
     assert isinstance(constrain(*pair, 0.05).projection, Projection)
-    with pytest.raises(InputError, match=r"impl='triton' where solver='bracketing' has no kernel"):
+    with pytest.raises(InputError, match=r"impl='triton' is not possible here: solver='bracketing' has no kernel"):
         constrain(*pair, 0.05, solver="bracketing", impl="triton")
     wide = policies("floor", 3, K=257, old_K=4, V=300, delta=0.0)
     with pytest.raises(InputError, match=r"a support of 257 tokens"):
@@ -489,4 +489,4 @@ def test_the_reference_is_the_composition() -> None:
     aligned = align(*pair)
     projection = troll.project(*aligned, 0.05, max_lost_mass=1.0, impl="reference")
     assert torch.equal(step.log_ratio, projection.log_probs[..., 0] - aligned.old[..., 0])
-    assert torch.equal(step.regression, troll.regression(projection))
+    assert torch.equal(step.regression, troll.regression_loss(projection))

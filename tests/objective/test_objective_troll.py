@@ -22,7 +22,7 @@ from objective_cases import (
     softmax,
 )
 
-from troll import aggregate, project, regression, troll_loss, unconstrained_loss
+from troll import aggregate, project, regression_loss, troll_loss, unconstrained_loss
 from troll.policy import align, token_kl
 
 INF = math.inf
@@ -270,7 +270,7 @@ def test_the_regression_is_a_penalty_aggregated_like_the_ratio(tail, K, rule):
     losses = [
         evaluate(troll_loss, case, tail=tail, K=K, regression_coef=alpha, aggregation=rule)[0] for alpha in (0, 1, 3)
     ]
-    per_token = regression(project(*align(*policies(case, tail=tail, K=K), tail), 0.05))
+    per_token = regression_loss(project(*align(*policies(case, tail=tail, K=K), tail), 0.05))
     penalty = aggregate(per_token, case.mask, rule)
     assert penalty > 0.01
     torch.testing.assert_close(losses[1] - losses[0], penalty, **EXACT)
@@ -331,7 +331,7 @@ def test_regression_on_its_own():
     """The public function, on a projection: by hand, exactly zero where inactive, gradient to the proposal only."""
     proposal = torch.tensor([[0.9, 0.1], [0.55, 0.45]], dtype=torch.float64).log().requires_grad_()
     projection = project(proposal, torch.tensor([[0.5, 0.5]] * 2, dtype=torch.float64).log(), 0.05)
-    pull = regression(projection)
+    pull = regression_loss(projection)
     assert pull[0].item() == pytest.approx(0.160219220615260978, rel=1e-12)
     assert pull[1].item() == 0.0
     (grad,) = torch.autograd.grad(pull.sum(), proposal)
@@ -341,13 +341,13 @@ def test_regression_on_its_own():
     torch.testing.assert_close(grad[0], expected, **EXACT)
     assert torch.equal(grad[1], torch.zeros(2, dtype=torch.float64))
     # It goes by what the projection says is active, not by whether the numbers differ.
-    idle = regression(replace(projection, active=torch.zeros(2, dtype=torch.bool)))
+    idle = regression_loss(replace(projection, active=torch.zeros(2, dtype=torch.bool)))
     assert torch.equal(idle, torch.zeros(2, dtype=torch.float64))
 
 
 def test_inactive_tokens_do_not_feel_the_regression():
     case = make_case(distance=0.5)
-    per_token = regression(project(*align(*policies(case)), 0.05))
+    per_token = regression_loss(project(*align(*policies(case)), 0.05))
     active = per_token > 0
     assert 0 < (active & case.mask).sum() < case.mask.sum()
     _, without, _ = evaluate(troll_loss, case, regression_coef=0)

@@ -359,14 +359,14 @@ def one(dtype: torch.dtype = F64) -> SparsePolicy:
 @pytest.mark.parametrize(
     ("proposal", "given", "hint"),
     [
-        (one()[:1], "shape [1] and an old policy with shape [2]", "same completions"),
-        (dataclasses.replace(one(), vocab_size=7), "vocab_size 7 and an old policy with vocab_size 6", "same model"),
+        (one()[:1], "the same shape, got [1] and [2]", "same completions"),
+        (dataclasses.replace(one(), vocab_size=7), "the same vocab_size, got 7 and 6", "same model"),
         (
             dataclasses.replace(one(), temperature=0.7),
-            "temperature 0.7 and an old policy with temperature 1.0",
+            "the same temperature, got 0.7 and 1.0",
             "the temperature of the rollout",
         ),
-        (one(F32), "dtype torch.float32 and an old policy with dtype torch.float64", "float32 logits"),
+        (one(F32), "the same dtype, got torch.float32 and torch.float64", "the same precision"),
         (
             by_hand([[0, 1], [4, 3]], [[0.5, 0.25], [0.5, 0.25]], 6),
             "different sampled tokens",
@@ -419,7 +419,7 @@ def test_bucket_needs_the_old_support() -> None:
         by_hand([[0, 1, 2]], [[0.5, 0.25, 0.1]], 6),
         by_hand([[0]], [[0.5]], 6),
     ):
-        with refuses("a support of its own", "the support of the old policy", "troll.restrict(logits, old)"):
+        with refuses("got other tokens", "on the tokens of the old policy", "troll.restrict(logits, old)"):
             align(proposal, old, "bucket")
         align(proposal, old, "floor")
     gone = by_hand([[0, -1]], [[0.5, 0.0]], 6)  # token 1 became impossible

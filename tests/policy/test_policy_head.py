@@ -696,7 +696,7 @@ def test_a_nan_hidden_state_is_refused_with_its_position(how: str, softcap: floa
     hidden[[4, 9], 2] = math.nan
     with (
         tiles(*THREE_ROWS),
-        refuses("logit nan of token 0 at position [4] (2 such positions)", "finite logits", "on_invalid='mask'"),
+        refuses("logit nan of token 0 at position [4] (2 such positions)", "must be finite", "on_invalid='mask'"),
     ):
         from_hidden(one, hidden, one.weight, one.bias, old)
 
@@ -785,7 +785,7 @@ def test_a_sampled_token_that_is_excluded_is_refused_or_masked(how: str) -> None
     one = replace(before, bias=bias)
     assert good.sum().item() == N - 1
     with tiles(*THREE_ROWS):
-        with refuses(f"sampled token {token} with logit −inf at position [6]", "can be sampled"):
+        with refuses(f"token {token} with logit −inf at position [6]", "can be sampled"):
             by_head(one, old=old)
         found = by_head(one, old=old, on_invalid="mask")
     assert_empty(found, ~good)
@@ -948,9 +948,7 @@ def test_a_sharded_weight_has_its_shape_inside_gather_only(how: str) -> None:
 def test_hidden_states_of_another_shape_are_refused(how: str, shape: tuple[int, ...]) -> None:
     one = replace(case(how, dtype=F32), sampled=case().sampled[:6].reshape(2, 3))
     old = sparsify(torch.zeros(2, 3, V), one.sampled, K)
-    with refuses(
-        f"hidden {list(shape)}, positions [2, 3], weight [53, 7]", "[..., H], [...] and [V, H]", "hidden[:, :-1]"
-    ):
+    with refuses(f"got {list(shape)}, [2, 3] and [53, 7]", "[..., H], [...] and [V, H]", "hidden[:, :-1]"):
         from_hidden(one, torch.zeros(shape), one.weight, None, old)
 
 
@@ -958,23 +956,23 @@ def test_an_old_policy_over_another_vocabulary_is_refused() -> None:
     one = case()
     for v in (V - 1, V + 1):
         old = sparsify(torch.zeros(N, v), torch.arange(N), K)
-        with refuses(f"logits over {V} tokens and an old policy over {v}", "the same vocabulary", "same model"):
+        with refuses(f"got {V} and {v} tokens", "the same vocabulary", "same model"):
             Head(one.weight).restrict(one.hidden, old)
 
 
 @pytest.mark.parametrize(
     ("options", "given"),
     [
-        ({"max_support": 0}, "max_support=0"),
-        ({"tail_mass": 1.0}, "tail_mass=1.0"),
-        ({"tail_mass": -1e-9}, "tail_mass=-1e-09"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": math.nan}, "temperature=nan"),
-        ({"temperature": INF}, "temperature=inf"),
+        ({"max_support": 0}, "max_support must be an integer ≥ 1, got 0"),
+        ({"tail_mass": 1.0}, "tail_mass must be a number ≥ 0 and < 1, got 1.0"),
+        ({"tail_mass": -1e-9}, "tail_mass must be a number ≥ 0 and < 1, got -1e-09"),
+        ({"temperature": 0.0}, "temperature must be a finite number > 0, got 0.0"),
+        ({"temperature": -1.0}, "temperature must be a finite number > 0, got -1.0"),
+        ({"temperature": math.nan}, "temperature must be a finite number > 0, got nan"),
+        ({"temperature": INF}, "temperature must be a finite number > 0, got inf"),
         ({"on_invalid": "drop"}, "on_invalid must be 'raise' or 'mask', got 'drop'"),
-        ({"loss_mask": torch.ones(N - 1)}, f"loss_mask [{N - 1}] for positions [{N}]"),
-        ({"loss_mask": torch.ones(N, 1)}, f"loss_mask [{N}, 1] for positions [{N}]"),
+        ({"loss_mask": torch.ones(N - 1)}, f"[{N}], got [{N - 1}]"),
+        ({"loss_mask": torch.ones(N, 1)}, f"[{N}], got [{N}, 1]"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any], given: str) -> None:
@@ -991,13 +989,13 @@ def test_sampled_ids_outside_the_vocabulary_are_refused(token: int) -> None:
     one = case()
     sampled = one.sampled.clone()
     sampled[3] = token
-    with refuses(f"sampled token {token} at position [3]", f"ids from 0 to {V - 1}", "loss_mask"):
+    with refuses(f"token {token} at position [3]", f"have ids from 0 to {V - 1}", "loss_mask"):
         Head(one.weight).sparsify(one.hidden, sampled)
 
 
 def test_sampled_ids_are_integers() -> None:
     one = case()
-    with refuses("sampled of torch.float32", "integers"):
+    with refuses("sampled must have an integer dtype, got float32"):
         Head(one.weight).sparsify(one.hidden, one.sampled.float())
     narrow = Head(one.weight).sparsify(one.hidden, one.sampled.int())
     assert same_policy(narrow.policy, Head(one.weight).sparsify(one.hidden, one.sampled).policy)
@@ -1005,16 +1003,16 @@ def test_sampled_ids_are_integers() -> None:
 
 def test_what_cannot_be_a_head_is_refused() -> None:
     hidden, weight, sampled = torch.ones(2, H), torch.randn(V, H), torch.tensor([3, 4])
-    with refuses("hidden of torch.int64", "a floating type"):
+    with refuses("hidden must have a floating-point dtype, got int64"):
         Head(weight).sparsify(hidden.long(), sampled)
-    with refuses("hidden []", "[V, H]"):
+    with refuses("got [], [] and [53, 7]", "[V, H]"):
         Head(weight).sparsify(torch.tensor(1.0), torch.tensor(3))
-    with refuses("weight [53]", "[V, H]"):
+    with refuses("got [2, 7], [2] and [53]", "[V, H]"):
         Head(weight[:, 0]).sparsify(hidden, sampled)
     for bias in (torch.zeros(1), torch.zeros(V + 1)):
-        with refuses(f"bias [{len(bias)}]", "[V]"):
+        with refuses(f"bias must have one entry per row of weight, shape [53], got [{len(bias)}]"):
             Head(weight, bias).sparsify(hidden, sampled)
-    with refuses("softcap=0.0", "> 0"):
+    with refuses("softcap must be a finite number > 0, got 0.0"):
         Head(weight, softcap=0.0).sparsify(hidden, sampled)
 
 

@@ -632,7 +632,7 @@ def test_the_budget_decides_how_a_loss_is_computed(way: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("wrong", [0, -1, -(1 << 30)])
 def test_a_budget_of_nothing_is_refused(wrong: int) -> None:
-    with refuses(f"memory_budget={wrong}", "bytes, at least 1", "memory_budget=None"):
+    with refuses(f"memory_budget must be an integer ≥ 1, got {wrong}", "", "None for the default"):
         single(Case(), Case().leaves(), memory_budget=wrong)
 
 
@@ -696,12 +696,12 @@ def test_a_counted_nan_is_refused_with_its_position(how: str, way: str, softcap:
         leaves[0][2], leaves[0][[6, 10], 1] = math.nan, math.nan
     mask = torch.arange(N) != 2
     said = "logit nan of token 0 at position [6] (2 such positions)"
-    with refuses(said, "finite logits"):
+    with refuses(said, "must be finite"):
         single(case, leaves, mask=mask, way=way)
     checks: DeferredChecks = []
     single(case, leaves, mask=mask, way=way, deferred=checks)
     assert len(checks) == 1
-    with refuses(said, "finite logits"):
+    with refuses(said, "must be finite"):
         run_checks(checks)
 
 
@@ -712,7 +712,7 @@ def test_a_sampled_token_that_is_excluded_is_refused(way: str) -> None:
     token = int(case.target()[6])  # type: ignore[index]
     with torch.no_grad():
         leaves[2][token] = -INF
-    with refuses(f"sampled token {token} with logit −inf at position [6]", "can be sampled"):
+    with refuses(f"token {token} with logit −inf at position [6]", "can be sampled"):
         single(case, leaves, way=way)
 
 
@@ -725,19 +725,19 @@ def test_what_cannot_be_is_refused_before_anything_is_computed() -> None:
         raise AssertionError
 
     head = Head(weight, impl="torch")
-    with refuses("max_support=0"):
+    with refuses("max_support must be an integer ≥ 1, got 0"):
         head.token_loss(hidden, sampled, never, 0)
-    with refuses("tail_mass=1.0"):
+    with refuses("tail_mass must be a number ≥ 0 and < 1, got 1.0"):
         head.token_loss(hidden, sampled, never, tail_mass=1.0)
-    with refuses("temperature=0.0"):
+    with refuses("temperature must be a finite number > 0, got 0.0"):
         head.token_loss(hidden, sampled, never, temperature=0.0)
-    with refuses("hidden [11, 6]", "[V, H]"):
+    with refuses("got [11, 6], [11] and", "[V, H]"):
         head.token_loss(hidden[:, :-1], sampled, never)
-    with refuses("loss_mask [3] for positions [11]"):
+    with refuses("loss_mask must have the shape of target, [11], got [3]"):
         head.token_loss(hidden, sampled, never, loss_mask=torch.ones(3))
-    with refuses(f"sampled token {V} at position [1]", f"ids from 0 to {V - 1}"):
+    with refuses(f"token {V} at position [1]", f"ids from 0 to {V - 1}"):
         head.token_loss(hidden, torch.where(torch.arange(N) == 1, V, sampled), never)
-    with refuses(f"logits over {V} tokens and an old policy over {V + 1}"):
+    with refuses(f"got {V} and {V + 1} tokens"):
         head.token_loss(hidden, sparsify(torch.zeros(N, V + 1), sampled), never)
 
 

@@ -63,7 +63,7 @@ def test_the_largest_vocabulary_fits() -> None:
     policy = by_hand([[largest, 0, largest - 1]], [[0.5, 0.25, 0.25]], 1 << 24)
     assert policy.pack().unpack().token_ids.tolist() == [[largest, 0, largest - 1]]
     too_large = SparsePolicy(policy.token_ids, policy.log_probs, policy.log_tail, (1 << 24) + 1)
-    with refuses("a vocabulary of 16777217", "2²⁴", "padded form"):
+    with refuses("vocab_size=16777217", "2²⁴", "SparsePolicy itself"):
         too_large.pack()
 
 
@@ -89,7 +89,7 @@ def test_32767_slots_fit_and_no_more() -> None:
     packed = wide(32_767).pack()
     assert packed.counts.tolist() == [32_767]
     assert same_policy(packed.unpack(), wide(32_767))
-    with refuses("32768 slots", "32,767", "max_support"):
+    with refuses("got 32768", "32,767", "max_support"):
         wide(32_768).pack()
 
 
@@ -97,7 +97,7 @@ def test_gaps_in_the_support_are_refused() -> None:
     old = sparsify(torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([0]), 3, 0.0)
     gap = restrict(torch.tensor([[3.0, -INF, 1.0]]), old)
     assert gap.token_ids.tolist() == [[0, -1, 2]]
-    with refuses("unused slots between used ones", "at the end", "sparsified"):
+    with refuses("unused slots between used ones", "at the end", "troll.sparsify"):
         gap.pack()
     end = restrict(torch.tensor([[3.0, 2.0, -INF]]), old)
     assert same_policy(end.pack().unpack(), end)
@@ -149,7 +149,9 @@ def test_bytes_that_cannot_be_are_refused() -> None:
     policy = sparsify(normal(5, 30, seed=1), ids(5, below=30, seed=1), 8)
     row = policy.pack().to_bytes()
     for data, positions in ((row[:-1], 5), (row, 4), (row[:20], 5), (row.int(), 5)):
-        with refuses(f"{list(data.shape)} of {data.dtype}", "6 bytes a position and 7 a kept token"):
+        with refuses(
+            "uint8" if data.dtype != torch.uint8 else f"{len(data)} bytes and cannot be a policy over {positions}"
+        ):
             PackedPolicy.from_bytes(data, positions, 8, 30)
     with refuses("[2, 5]", hint="one sequence at a time"):
         sparsify(normal(2, 5, 30, seed=1), ids(2, 5, below=30, seed=1), 8).pack().to_bytes()
@@ -159,7 +161,7 @@ def test_bytes_that_cannot_be_are_refused() -> None:
 
 def test_policies_of_different_models_are_not_brought_together() -> None:
     one, other = (sparsify(normal(2, V, seed=1), ids(2, below=9, seed=1), 4).pack() for V in (10, 11))
-    with refuses("different vocabularies"):
+    with refuses("the same vocab_size and the same temperature"):
         PackedPolicy.cat([one, other])
 
 

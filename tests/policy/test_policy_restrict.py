@@ -116,7 +116,7 @@ def test_tokens_that_became_impossible_leave_the_support() -> None:
 def test_broken_logits_are_refused_or_masked(broken: float) -> None:
     logits, _, old = pair()
     logits[1, 1] = broken
-    with refuses("position [1, 1] (1 such positions)", "finite logits", "on_invalid='mask'"):
+    with refuses("position [1, 1] (1 such positions)", "must be finite", "on_invalid='mask'"):
         restrict(logits, old)
     policy = restrict(logits, old, on_invalid="mask")
     assert policy.valid.tolist() == [[True, True, True], [True, False, True]]
@@ -126,16 +126,16 @@ def test_a_sampled_token_that_became_impossible_is_refused_or_masked() -> None:
     logits, _, old = pair()
     token = int(old.sampled[0, 2])
     logits[0, 2, token] = -INF
-    with refuses(f"sampled token {token} with logit −inf at position [0, 2]", "can be sampled"):
+    with refuses(f"token {token} with logit −inf at position [0, 2]", "can be sampled"):
         restrict(logits, old)
     assert restrict(logits, old, on_invalid="mask").valid.tolist() == [[True, True, False], [True, True, True]]
 
 
 def test_mismatches_are_refused() -> None:
     logits, _, old = pair()
-    with refuses("logits over 16 tokens and an old policy over 15", "the same vocabulary", "same model"):
+    with refuses("got 16 and 15 tokens", "the same vocabulary", "same model"):
         restrict(torch.cat([logits, logits[..., :1]], -1), old)
-    with refuses("logits [2, 4, 15] and sampled [2, 3]"):
+    with refuses("where old has shape [...], got [2, 4, 15] and [2, 3]"):
         restrict(torch.zeros(2, 4, 15), old)
     with refuses("got 'drop'"):
         restrict(logits, old, on_invalid="drop")  # type: ignore[arg-type]
@@ -144,7 +144,9 @@ def test_mismatches_are_refused() -> None:
 def test_a_smaller_vocabulary_is_refused_also_where_it_lacks_the_sampled_token() -> None:
     logits = normal(1, 8, seed=95)
     for token in (0, 7):
-        with pytest.raises(InputError, match=r"expected the same vocabulary\. Score both with the same model .*\."):
+        with pytest.raises(
+            InputError, match=r"the same vocabulary, got 7 and 8 tokens\. Score both with the same model, .*\."
+        ):
             restrict(logits[:, :7], sparsify(logits, torch.tensor([token]), 4))
 
 

@@ -123,13 +123,13 @@ def test_no_positions_is_a_policy_too() -> None:
 @pytest.mark.parametrize(
     ("change", "given", "expected"),
     [
-        ({"token_ids": torch.tensor([[3, 0], [1, 2]])}, "token_ids [2, 2], log_probs [2, 3], log_tail [2]", "[..., K]"),
-        ({"log_probs": torch.zeros(3, 2)}, "log_probs [3, 2]", "[..., K]"),
-        ({"log_tail": torch.zeros(2, 1)}, "log_tail [2, 1]", "[...]"),
-        ({"log_tail": torch.zeros(())}, "log_tail []", "[...]"),
+        ({"token_ids": torch.tensor([[3, 0], [1, 2]])}, "got [2, 2], [2, 3] and [2]", "[..., K]"),
+        ({"log_probs": torch.zeros(3, 2)}, "got [2, 3], [3, 2] and [2]", "[..., K]"),
+        ({"log_tail": torch.zeros(2, 1)}, "got [2, 3], [2, 3] and [2, 1]", "[...]"),
+        ({"log_tail": torch.zeros(())}, "got [2, 3], [2, 3] and []", "[...]"),
         (
             {"token_ids": torch.tensor(0), "log_probs": torch.tensor(0.0), "log_tail": torch.tensor(-INF)},
-            "token_ids []",
+            "got [], [] and []",
             "K ≥ 1",
         ),
         (
@@ -138,22 +138,26 @@ def test_no_positions_is_a_policy_too() -> None:
                 "log_probs": torch.zeros(2, 0),
                 "log_tail": torch.zeros(2),
             },
-            "token_ids [2, 0]",
+            "got [2, 0], [2, 0] and [2]",
             "K ≥ 1",
         ),
         ({"token_ids": torch.tensor([[3, 0, -1], [1, 2, 4]], dtype=torch.int32)}, "torch.int32", "int64"),
-        ({"token_ids": torch.tensor([[3.0, 0, -1], [1, 2, 4]])}, "torch.float32", "int64"),
+        (
+            {"token_ids": torch.tensor([[3.0, 0, -1], [1, 2, 4]])},
+            "token_ids must have an integer dtype, got float32",
+            "",
+        ),
         (
             {"log_probs": parts()["log_probs"].bfloat16(), "log_tail": parts()["log_tail"].bfloat16()},
             "bfloat16",
             "2e-5",
         ),  # type: ignore[attr-defined]
         ({"log_probs": parts()["log_probs"].half(), "log_tail": parts()["log_tail"].half()}, "float16", "float32"),  # type: ignore[attr-defined]
-        ({"log_tail": parts()["log_tail"].double()}, "torch.float32, log_tail of torch.float64", "both the same"),  # type: ignore[attr-defined]
-        ({"temperature": 0.0}, "temperature=0.0", "> 0"),
-        ({"temperature": -0.5}, "temperature=-0.5", "> 0"),
-        ({"temperature": math.nan}, "temperature=nan", "> 0"),
-        ({"temperature": INF}, "temperature=inf", "> 0"),
+        ({"log_tail": parts()["log_tail"].double()}, "torch.float32 and torch.float64", "both float64"),  # type: ignore[attr-defined]
+        ({"temperature": 0.0}, "temperature must be a finite number > 0, got 0.0", "> 0"),
+        ({"temperature": -0.5}, "temperature must be a finite number > 0, got -0.5", "> 0"),
+        ({"temperature": math.nan}, "temperature must be a finite number > 0, got nan", "> 0"),
+        ({"temperature": INF}, "temperature must be a finite number > 0, got inf", "> 0"),
     ],
 )
 def test_bad_forms_are_refused(change: dict[str, object], given: str, expected: str) -> None:
@@ -168,20 +172,20 @@ def test_bad_forms_are_refused(change: dict[str, object], given: str, expected: 
 @pytest.mark.parametrize(
     ("change", "given", "expected", "hint"),
     [
-        (at(1, 2, 2), "position [1] with token_ids [1, 2, 2]", "at most once", "merging"),
-        (at(1, 2, 1), "position [1] with token_ids [1, 2, 1]", "at most once", "merging"),
-        (at(1, 1, 5), "token_ids [1, 5, 4]", "from 0 to 4 (vocab_size=5)", "vocabulary size"),
-        (at(0, 2, -2), "token_ids [3, 0, -2]", "from 0 to 4", "vocabulary size"),
-        ({"vocab_size": 4}, "position [1]", "from 0 to 3", "vocabulary size"),
-        ({"vocab_size": 0}, "position [0]", "vocab_size=0", "vocabulary size"),
-        (at(0, 0, -1), "token_ids [-1, 0, -1]", "the sampled token in slot 0", "always keeps it"),
-        (at(0, 2, 4), "token_ids [3, 0, 4]", "−inf exactly in the unused slots", "sparsify"),
-        (at(1, 1, -1), "token_ids [1, -1, 4]", "−inf exactly in the unused slots", "sparsify"),
-        (at(1, 1, math.nan, "log_probs"), "position [1]", "−inf exactly in the unused slots", "sparsify"),
+        (at(1, 2, 2), "token_ids [1, 2, 2], log_probs", "at most once", "Merge"),
+        (at(1, 2, 1), "token_ids [1, 2, 1], log_probs", "at most once", "Merge"),
+        (at(1, 1, 5), "token_ids [1, 5, 4]", "from 0 to vocab_size − 1 = 4", "vocabulary size"),
+        (at(0, 2, -2), "token_ids [3, 0, -2]", "from 0 to vocab_size − 1 = 4", "vocabulary size"),
+        ({"vocab_size": 4}, "position [1]", "from 0 to vocab_size − 1 = 3", "vocabulary size"),
+        ({"vocab_size": 0}, "vocab_size must be an integer ≥ 1, got 0", "", "vocabulary size"),
+        (at(0, 0, -1), "token_ids [-1, 0, -1]", "have the sampled token in slot 0", "always keeps it"),
+        (at(0, 2, 4), "token_ids [3, 0, 4]", "must be −inf in the unused slots", "sparsify"),
+        (at(1, 1, -1), "token_ids [1, -1, 4]", "must be −inf in the unused slots", "sparsify"),
+        (at(1, 1, math.nan, "log_probs"), "position [1]", "must be −inf in the unused slots", "sparsify"),
         (at(0, 1, -0.6, "log_probs"), "log_probs [-1.386, -0.6, -inf], log_tail -1.386", "sum to 1", "full softmax"),
         (at(1, 1, INF, "log_probs"), "position [1]", "sum to 1", "log_tail"),
         (at(0, 0, math.nan, "log_tail"), "log_tail nan", "sum to 1", "log_tail"),
-        (at(1, 0, math.log(0.01), "log_tail"), "log_tail -4.605", "sum to 1", "log_tail = log(1 − Σ kept)"),
+        (at(1, 0, math.log(0.01), "log_tail"), "log_tail -4.605", "sum to 1", "log_tail = log(1 − Σ exp(log_probs))"),
     ],
 )
 def test_bad_contents_are_refused(change: dict[str, object], given: str, expected: str, hint: str) -> None:
@@ -190,7 +194,7 @@ def test_bad_contents_are_refused(change: dict[str, object], given: str, expecte
 
 
 def test_a_masked_position_drops_everything() -> None:
-    with refuses("position [0] with token_ids [-1]", "sum to 1"):
+    with refuses("token_ids [-1], log_probs [-inf], log_tail -1 at position [0]", "sum to 1"):
         SparsePolicy(torch.tensor([[-1]]), torch.tensor([[-INF]]), torch.tensor([-1.0]), 5)
 
 
@@ -208,7 +212,7 @@ def test_the_mass_may_be_off_by_rounding_but_not_by_more() -> None:
 def test_the_first_bad_position_is_named_and_long_rows_are_cut() -> None:
     token_ids = torch.arange(16).reshape(2, 1, 8)
     token_ids[1, 0, 7] = 99
-    with refuses("position [1, 0] with token_ids [8, 9, 10, 11, 12, 13, …]", "from 0 to 19"):
+    with refuses("token_ids [8, 9, 10, 11, 12, 13, …], log_probs", "from 0 to vocab_size − 1 = 19"):
         SparsePolicy(token_ids, torch.full((2, 1, 8), math.log(1 / 8)), torch.full((2, 1), -INF), 20)
 
 

@@ -273,14 +273,14 @@ def test_checks_wait_where_there_is_a_list_for_them() -> None:
     score("restrict", "triton", parameters(), deferred=checks)
     assert len(checks) == 4
     for check, given in zip(
-        checks, ["logit nan of token 0 at position [3]"] * 2 + [f"sampled token {V} at position [1]"], strict=False
+        checks, ["logit nan of token 0 at position [3]"] * 2 + [f"token {V} at position [1]"], strict=False
     ):
         with pytest.raises(InputError) as caught:
             run_checks([check])
         assert given in caught.value.problem
     run_checks(checks[3:])
     for on_invalid in ("raise", "mask"):
-        with pytest.raises(InputError, match=f"sampled token {V} at position"):
+        with pytest.raises(InputError, match=f"token {V} at position"):
             score("sparsify", "triton", parameters(), sampled=token, on_invalid=on_invalid)
 
 

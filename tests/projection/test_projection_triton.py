@@ -273,24 +273,24 @@ def test_jagged_rows_lose_mass_as_padded_ones(impl: str) -> None:
     assert result.log_probs.values()[2] == -INF  # type: ignore[attr-defined]
     left_out = torch.tensor([0.7 / 0.92, 0.22 / 0.92, 0.0, 0.6, 0.4])
     torch.testing.assert_close(result.proposal.values().exp(), left_out)  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match=r"0.04 of its mass, on average.*max_lost_mass=0.01"):
+    with pytest.raises(InputError, match=r"on average 0.04 of its probability.*max_lost_mass=0.01"):
         project(proposal, before, 0.05, max_lost_mass=0.01, impl=impl)  # type: ignore[arg-type]
 
 
 def test_jagged_forms_that_are_refused() -> None:
     new, old = lengths_of(*pair(2, 4, 1.0, 1.0, 0, F32), [4, 2])
     given = jagged(new)
-    with pytest.raises(InputError, match=r"dense \[2, 4\], expected two dense tensors, or two jagged ones"):
+    with pytest.raises(InputError, match=r"two dense tensors, or two jagged ones .* dense \[2, 4\]"):
         project(given, torch.zeros(2, 4), 0.05)
-    with pytest.raises(InputError, match=r"rows of \[4, 2\] and old nested .* rows of \[2, 4\].*same offsets"):
+    with pytest.raises(InputError, match=r"same offsets.*rows of \[4, 2\] and nested .* rows of \[2, 4\]"):
         project(given, jagged(old[::-1]), 0.05)
     with pytest.raises(InputError, match=r"3 dimensions"):
         project(given, jagged([x[:, None] for x in old]), 0.05)
-    with pytest.raises(InputError, match=r"kl_bound \[3\] for positions \[2\]"):
+    with pytest.raises(InputError, match=r"shape \[2\], got \[3\]"):
         project(given, jagged(old), torch.ones(3))
-    with pytest.raises(InputError, match=r"proposal whose probabilities sum to .* at position \[1\]"):
+    with pytest.raises(InputError, match=r"proposal must be log-probabilities that sum to 1.* at position \[1\]"):
         project(jagged([new[0], new[1] + 1]), jagged(old), 0.05)
-    with pytest.raises(InputError, match=r"an old policy that requires gradient"):
+    with pytest.raises(InputError, match=r"old must be a constant"):
         project(given, torch.nested.nested_tensor_from_jagged(torch.cat(old).requires_grad_(), given.offsets()), 0.05)  # type: ignore[attr-defined]
 
 
@@ -336,10 +336,12 @@ def test_kernels_run_inside_torch_compile(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_the_kernel_cannot_do() -> None:
     proposal, old = pair(2, 257, 1.0, 1.0, 0, F32)
-    with pytest.raises(InputError, match=r"impl='triton' where a support of 257 tokens is more than the 256"):
+    with pytest.raises(
+        InputError, match=r"impl='triton' is not possible here: a support of 257 tokens is more than the 256"
+    ):
         project(proposal, old, 0.05, impl="triton")
     narrow = proposal[:, :5].log_softmax(-1), old[:, :5].log_softmax(-1)
-    with pytest.raises(InputError, match=r"impl='triton' where solver='bracketing' has no kernel"):
+    with pytest.raises(InputError, match=r"impl='triton' is not possible here: solver='bracketing' has no kernel"):
         project(*narrow, 0.05, solver="bracketing", impl="triton")
     with pytest.raises(InputError, match=r"impl must be .* got 'cuda'"):
         project(*narrow, 0.05, impl="cuda")  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.advantages.inputs import require_same_device
 from troll.errors import InputError
+from troll.inputs import describe, is_integer, require_same_device
 
 __all__ = ["Grouping", "group_deviation", "group_samples", "group_sum"]
 
@@ -67,9 +67,9 @@ def group_deviation(rewards: Tensor, grouping: Grouping) -> Tensor:
 
 def _require_size(group_size: object, rewards: Tensor) -> None:
     B = len(rewards)
-    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 1 or B % group_size != 0:
+    if not is_integer(group_size) or group_size < 1 or B % group_size != 0:  # type: ignore[operator]
         raise InputError(
-            f"group_size must be an integer ≥ 2 that divides the number of rewards, {B}; got {group_size!r}",
+            f"group_size must be an integer ≥ 2 that divides the number of rewards, {B}, got {describe(group_size)}",
             "If the groups have different sizes, pass groups=ids, an integer tensor [B]",
         )
 
@@ -82,7 +82,7 @@ def _require_ids(groups: object, rewards: Tensor) -> Tensor:
         )
     if not isinstance(groups, Tensor):
         raise InputError(
-            f"groups must be an integer tensor [B] of group ids, got {type(groups).__name__}",
+            f"groups must be an integer tensor [B] of group ids, got {describe(groups)}",
             "Convert other ids with torch.as_tensor(numpy.unique(ids, return_inverse=True)[1])",
         )
     if groups.is_floating_point() or groups.is_complex() or groups.dtype == torch.bool:

@@ -13,13 +13,11 @@ Invalid input raises :class:`troll.errors.InputError`.
 
 from __future__ import annotations
 
-import math
-from numbers import Real
-
 import torch
 from torch import Tensor
 
 from troll.errors import InputError
+from troll.inputs import require_number, require_positive, require_same_device, require_tensor
 
 __all__ = [
     "as_floats",
@@ -29,14 +27,12 @@ __all__ = [
     "require_between",
     "require_eps",
     "require_finite",
-    "require_same_device",
 ]
 
 
 def as_floats(name: str, x: Tensor, shape: str) -> Tensor:
     """Return ``x`` detached in float32 (float64 stays); it must be a non-empty tensor of shape "[B]" or "[B, T]"."""
     _require_tensor(name, x, shape)
-    _require_real(name, x)
     return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
@@ -50,7 +46,6 @@ def as_rewards(rewards: Tensor) -> Tensor:
 def as_mask(loss_mask: Tensor) -> Tensor:
     """Return ``loss_mask`` [B, T] as bool; given as bool, or as 0 and 1 of any integer or floating dtype."""
     _require_tensor("loss_mask", loss_mask, "[B, T]")
-    _require_real("loss_mask", loss_mask)
     mask = loss_mask == 1
     other = ~mask & (loss_mask != 0)  # a NaN is neither and lands here
     if other.any():
@@ -75,25 +70,15 @@ def as_token_floats(name: str, x: Tensor, mask: Tensor) -> Tensor:
     return floats.masked_fill(~mask, 0.0)
 
 
-def require_same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Refuse two tensors on different devices."""
-    if x.device != other.device:
-        raise InputError(
-            f"{name} and {other_name} must be on the same device, got {x.device} and {other.device}",
-            f"Pass {other_name}.to({name}.device)",
-        )
-
-
 def require_between(name: str, value: float, low: float, high: float) -> None:
     """Refuse a ``value`` that is not a number in [low, high]."""
-    if not (isinstance(value, Real) and low <= value <= high):
-        raise InputError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", "The default is 1.0")
+    expected = f"a number from {low:g} to {high:g}"
+    require_number(name, value, expected, lambda x: low <= x <= high, "The default is 1.0")
 
 
 def require_eps(eps: float, default: float) -> None:
     """Refuse an ``eps`` that is not a finite number > 0: with 0, equal rewards would give 0/0."""
-    if not (isinstance(eps, Real) and 0 < eps < math.inf):
-        raise InputError(f"eps must be a finite number > 0, got {eps!r}", f"The default is {default}")
+    require_positive("eps", eps, f"The default is {default}")
 
 
 def require_finite(what: str, x: Tensor) -> Tensor:
@@ -108,10 +93,7 @@ def require_finite(what: str, x: Tensor) -> Tensor:
 
 
 def _require_tensor(name: str, x: Tensor, shape: str) -> None:
-    if not isinstance(x, Tensor):
-        raise InputError(
-            f"{name} must be a torch tensor {shape}, got {type(x).__name__}", f"Pass torch.as_tensor({name})"
-        )
+    require_tensor(name, x, shape)
     if x.ndim != shape.count(",") + 1:
         raise InputError(
             f"{name} must have shape {shape}, got {tuple(x.shape)}",
@@ -119,11 +101,6 @@ def _require_tensor(name: str, x: Tensor, shape: str) -> None:
         )
     if x.numel() == 0:
         raise InputError(f"{name} must not be empty, got shape {tuple(x.shape)}", "Leave empty batches out")
-
-
-def _require_real(name: str, x: Tensor) -> None:
-    if x.is_complex():
-        raise InputError(f"{name} must contain real numbers, got {x.dtype}", f"Pass {name}.real")
 
 
 def _require_counted_finite(name: str, x: Tensor, counted: Tensor) -> None:

@@ -13,6 +13,7 @@ from troll.advantages.groups import group_deviation, group_samples, group_sum
 from troll.advantages.inputs import as_mask, as_rewards, require_eps, require_finite
 from troll.advantages.returns import whiten
 from troll.errors import InputError
+from troll.inputs import require_same_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,5 +104,6 @@ def reinforce_pp_baseline(
             f"loss_mask must have one row per reward, got shape {tuple(mask.shape)} for {len(r)} rewards",
             "Pass the rewards and the completions in the same order, one reward per completion",
         )
+    require_same_device("rewards", r, "loss_mask", mask)
     deviation = require_finite("group mean", group_deviation(r, group_samples(groups, group_size, r)))
     return whiten(deviation[:, None].expand(mask.shape), mask)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from troll.diagnostics.inputs import constant, counted_pair
-from troll.errors import InputError
+from troll.inputs import require_number
 from troll.policy import LOG_FLOOR, SparsePolicy, Tail, align
-from troll.projection import KL_BOUND, expand_bound, project_normalised
+from troll.projection import KL_BOUND, check_kl_bound, expand_bound, project_normalised
 from troll.projection.geodesic import moments
 
 __all__ = ["Conditioning", "solver_conditioning"]
@@ -44,8 +44,7 @@ class Conditioning:
 
     def near_kink(self, within: float = 0.1) -> float:
         """Share of the counted tokens with |KL/ε − 1| < ``within``, 0 without a token."""
-        if not within > 0:
-            raise InputError(f"Got within={within}, expected a number > 0", "The default is 0.1")
+        require_number("within", within, "a number > 0", lambda x: x > 0, "The default is 0.1")
         return float((self.kink_distance < within).sum()) / max(1, len(self.kink_distance))
 
 
@@ -58,11 +57,12 @@ def solver_conditioning(
     kl_bound: float | Tensor = KL_BOUND,
     tail: Tail | None = None,
 ) -> Conditioning:
-    """Project, in double precision, and say how.
+    """Project in double precision; return the solver steps and the terms of the derivative.
 
     Args:
         proposal, old, loss_mask, kl_bound, tail: as for ``troll_loss``.
     """
+    check_kl_bound(kl_bound)
     counted = counted_pair(proposal, old, loss_mask)
     p, q = (x[counted] for x in align(constant(proposal), constant(old), tail))  # [N, S]
     bound = expand_bound(kl_bound, counted.shape, p)[counted]

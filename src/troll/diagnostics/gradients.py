@@ -26,9 +26,12 @@ import torch
 from torch import Tensor
 
 from troll.diagnostics.inputs import constant
+from troll.errors import InputError
+from troll.inputs import describe
 from troll.objective import Aggregation, ImportanceSamplingLevel, Metrics, clip_loss, troll_loss, unconstrained_loss
 from troll.objective.presets import PresetName, resolve
 from troll.policy import SparsePolicy, Tail, proposal_tail
+from troll.policy.sparse import require_policy
 
 __all__ = ["GradientComparison", "GradientKept", "compare_gradients", "logit_gradient"]
 
@@ -80,6 +83,10 @@ def logit_gradient(
         loss: ``troll_loss``, ``clip_loss``, ``unconstrained_loss``, or any with their signature.
         proposal, old, advantages, loss_mask, options: what it takes.
     """
+    if not callable(loss):
+        raise InputError(f"loss must be a loss function, got {describe(loss)}", "Pass troll.troll_loss or another")
+    require_policy("proposal", proposal, "Make it with troll.restrict(logits, old)")
+    require_policy("old", old, "Make it with troll.sparsify(old_logits, sampled)")
     p, q = constant(proposal), constant(old)
     log_probs, log_tail = p.log_probs.requires_grad_(), p.log_tail.requires_grad_()
     leaf = SparsePolicy.trusted(p.token_ids, log_probs, log_tail, p.vocab_size, p.temperature, p.made_by)

@@ -1,4 +1,4 @@
-"""What the diagnostics are given, checked once: which tokens count, numbers per token, pairs of policies."""
+"""The checked inputs of the diagnostics: which tokens count, numbers per token, pairs of policies."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
+from troll.inputs import require_integers, require_tensor
 from troll.objective.batch import Batch
 from troll.policy import SparsePolicy
+from troll.policy.sparse import require_policy
 from troll.projection.geodesic import solver_dtype
 
 __all__ = ["as_mask", "constant", "counted_pair", "per_sequence_ids", "per_token"]
@@ -15,10 +17,11 @@ __all__ = ["as_mask", "constant", "counted_pair", "per_sequence_ids", "per_token
 
 def as_mask(loss_mask: Tensor) -> Tensor:
     """``loss_mask`` [B, T] as bool."""
+    require_tensor("loss_mask", loss_mask, "[B, T]")
     if loss_mask.dim() != 2:
         raise InputError(
-            f"Got loss_mask {list(loss_mask.shape)}, expected [B, T]: B sequences of T tokens",
-            "Pass loss_mask[None] for one sequence",
+            f"loss_mask must have shape [B, T], B sequences of T tokens, got {list(loss_mask.shape)}",
+            "Pass one row per sequence; for a single one, loss_mask[None]",
         )
     return loss_mask.bool()
 
@@ -28,10 +31,10 @@ def per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
 
     What does not count is not read and may be anything; NaN where it counts is refused.
     """
+    require_tensor(name, x, "[B, T] or [B]")
     if x.shape not in (counted.shape, counted.shape[:1]):
         raise InputError(
-            f"Got {name} {list(x.shape)} for a loss_mask {list(counted.shape)}"
-            ", expected one number per token [B, T], or per sequence [B]",
+            f"{name} must be one number per token or sequence of loss_mask {list(counted.shape)}, got {list(x.shape)}",
             "Cut both to the completion tokens, without the prompt",
         )
     wide = x.detach().to(counted.device, solver_dtype(x))
@@ -39,25 +42,25 @@ def per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
     if bool(numbers.isnan().any()):
         at = numbers.isnan().nonzero()[0].tolist()
         raise InputError(
-            f"Got {name} NaN at position {at}, which loss_mask counts, expected numbers", "Mask that token out"
+            f"{name} is NaN at position {at}, which loss_mask counts", "Find out why, or mask that token out"
         )
     return numbers
 
 
 def per_sequence_ids(name: str, ids: Tensor, sequences: int) -> Tensor:
     """Integer ids [B], one per sequence."""
-    if ids.shape != (sequences,) or ids.is_floating_point():
-        raise InputError(
-            f"Got {name} {list(ids.shape)} of {ids.dtype} for {sequences} sequences"
-            f", expected one integer per sequence [{sequences}]",
-            "Use torch.arange(B) // G for blocks of G completions of a prompt",
-        )
+    fix = "Use torch.arange(B) // G for blocks of G completions of a prompt"
+    require_integers(name, ids, "[B], one integer per sequence", fix)
+    if ids.shape != (sequences,):
+        raise InputError(f"{name} must be one integer per sequence, shape [{sequences}], got {list(ids.shape)}", fix)
     return ids
 
 
 def counted_pair(proposal: SparsePolicy, old: SparsePolicy, loss_mask: Tensor) -> Tensor:
     """Which tokens [B, T] count; refuses two policies that are not of the same tokens, as the losses do."""
-    nothing = torch.zeros_like(loss_mask, dtype=old.log_probs.dtype)
+    require_tensor("loss_mask", loss_mask, "[B, T]")
+    require_policy("old", old, "Make it with troll.sparsify(old_logits, sampled)")
+    nothing = old.log_tail.new_zeros(old.shape)
     return Batch.of(proposal, old, nothing, loss_mask, None, "raise").counted
 
 

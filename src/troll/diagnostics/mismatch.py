@@ -21,6 +21,7 @@ from torch import Tensor
 from troll.diagnostics.inputs import as_mask, per_token
 from troll.diagnostics.sequences import effective_share
 from troll.errors import InputError
+from troll.inputs import require_tensor
 
 __all__ = ["Mismatch", "sampler_mismatch"]
 
@@ -60,9 +61,7 @@ def sampler_mismatch(sampler: Tensor, trainer: Tensor, loss_mask: Tensor) -> Mis
     by_token = log_probs[1] - log_probs[0]
     delta = by_token[counted]
     if not delta.numel():
-        raise InputError(
-            "Got a loss_mask without a counted token, expected at least one", "Use a batch with counted tokens"
-        )
+        raise InputError("loss_mask counts no token", "Pass a batch with at least one counted token")
     by_sequence = by_token.sum(-1)[counted.any(-1)]
     weight = delta.exp()
     return Mismatch(
@@ -79,10 +78,11 @@ def sampler_mismatch(sampler: Tensor, trainer: Tensor, loss_mask: Tensor) -> Mis
 
 
 def _log_probs(name: str, x: Tensor, counted: Tensor) -> Tensor:
+    require_tensor(name, x, "[B, T]")
     if x.shape != counted.shape:
         raise InputError(
-            f"Got {name} {list(x.shape)} for a loss_mask {list(counted.shape)}"
-            ", expected [B, T], the log-probability of each sampled token",
+            f"{name} must have the log-probability of each sampled token, shape {list(counted.shape)} as loss_mask, "
+            f"got {list(x.shape)}",
             "Use log_probs.gather(-1, sampled[..., None])[..., 0]",
         )
     numbers = per_token(name, x, counted)
@@ -90,8 +90,7 @@ def _log_probs(name: str, x: Tensor, counted: Tensor) -> Tensor:
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
         raise InputError(
-            f"Got {name} {float(numbers[tuple(at)]):.4g} at position {at}"
-            ", expected log-probabilities: finite, at most 0",
+            f"{name} must be finite log-probabilities ≤ 0, got {float(numbers[tuple(at)]):.4g} at position {at}",
             "Use logits.log_softmax(-1), at the temperature of the rollout and without top-k or top-p truncation",
         )
     return numbers

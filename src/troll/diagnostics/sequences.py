@@ -28,6 +28,7 @@ from torch import Tensor
 
 from troll.diagnostics.inputs import constant, counted_pair, per_sequence_ids
 from troll.errors import InputError
+from troll.inputs import require_floats, require_number
 from troll.policy import SparsePolicy, Tail, align, token_kl
 
 __all__ = ["Estimate", "SequenceKL", "SequenceTerms", "estimate_mean", "estimate_sequence_kl", "sequence_terms"]
@@ -58,13 +59,13 @@ def estimate_mean(values: Tensor, groups: Tensor | None = None, *, confidence: f
         groups: [B] integer ids: values with the same id are not independent.
         confidence: probability that the interval covers the expectation.
     """
+    require_floats("values", values, "[B], one number per sequence", "Pass floating-point numbers, one per sequence")
     if values.dim() != 1 or values.numel() == 0:
         raise InputError(
-            f"Got values {list(values.shape)}, expected one number per sequence [B], at least one",
-            "Use a batch with counted tokens",
+            f"values must have one number per sequence, shape [B] with B ≥ 1, got {list(values.shape)}",
+            "Pass a batch with at least one counted token",
         )
-    if not 0 < confidence < 1:
-        raise InputError(f"Got confidence={confidence}, expected a probability between 0 and 1", "The default is 0.95")
+    _check_confidence(confidence)
     x = values.detach()
     mean = x.mean()
     deviation = x - mean
@@ -76,6 +77,10 @@ def estimate_mean(values: Tensor, groups: Tensor | None = None, *, confidence: f
     error = math.sqrt(M / (M - 1) * float(deviation.square().sum())) / len(x) if M > 1 else math.nan
     half = NormalDist().inv_cdf((1 + confidence) / 2) * error
     return Estimate(float(mean), error, float(mean) - half, float(mean) + half)
+
+
+def _check_confidence(confidence: float) -> None:
+    require_number("confidence", confidence, "a probability > 0 and < 1", lambda x: 0 < x < 1, "The default is 0.95")
 
 
 def effective_share(log_weights: Tensor) -> float:
@@ -165,8 +170,8 @@ def estimate_sequence_kl(
     used = loss_mask.bool().any(-1)
     if not bool(used.any()):
         raise InputError(
-            "Got a loss_mask without a counted token, expected at least one completion",
-            "Use a batch with counted tokens",
+            "loss_mask counts no token",
+            "Pass a batch with at least one counted token",
         )
     members = None if groups is None else per_sequence_ids("groups", groups, len(used)).to(used.device)[used]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from troll.diagnostics.inputs import as_mask, constant, counted_pair, per_token
 from troll.errors import InputError
+from troll.inputs import describe, is_integer, require_count, require_floats, require_integers
 from troll.policy import SparsePolicy, Tail, align, token_kl
 from troll.projection import KL_BOUND, check_kl_bound
 
@@ -81,20 +82,25 @@ def by_position(
     counted = as_mask(loss_mask)
     place = counted.cumsum(-1) - 1
     if starts is None:
-        if bins < 1:
-            raise InputError(f"Got bins={bins}, expected at least 1", "The default is 4: quarters of the completion")
+        require_count("bins", bins, "The default is 4, quarters of the completion")
         group = place * bins // counted.sum(-1, keepdim=True).clamp(min=1)
         names = [f"{100 * i / bins:.3g}–{100 * (i + 1) / bins:.3g} %" for i in range(bins)]
     else:
-        if list(starts[:1]) != [0] or any(a >= b for a, b in pairwise(starts)):
-            raise InputError(
-                f"Got starts={list(starts)}, expected ascending places from 0", "Use starts=(0, 16, 64, 256)"
-            )
+        _check_starts(starts)
         edges = torch.tensor(starts, device=place.device)
         group = torch.searchsorted(edges, place.contiguous(), right=True) - 1
         names = [f"{a}–{b - 1}" if b > a + 1 else f"{a}" for a, b in pairwise(starts)]
         names.append(f"{starts[-1]}–")
     return _spectrum(kl, counted, group, names, kl_bound)
+
+
+def _check_starts(starts: Sequence[int]) -> None:
+    fits = isinstance(starts, Sequence) and all(is_integer(x) for x in starts) and list(starts[:1]) == [0]
+    if not fits or any(a >= b for a, b in pairwise(starts)):
+        shown = list(starts) if isinstance(starts, (list, tuple)) else describe(starts)
+        raise InputError(
+            f"starts must be ascending integers from 0, got {shown}", "For example starts=(0, 16, 64, 256)"
+        )
 
 
 def by_class(
@@ -112,6 +118,8 @@ def by_class(
         classes: [B, T] class of each token, from 0 to len(names) − 1: ``token_classes(tokenizer).of(sampled)``, or any.
         names: of the classes.
     """
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(x, str) for x in names):
+        raise InputError(f"names must be a list of strings, got {describe(names)}", "Pass one name per class")
     return _spectrum(kl, as_mask(loss_mask), classes, names, kl_bound)
 
 
@@ -128,6 +136,7 @@ def by_advantage(kl: Tensor, loss_mask: Tensor, advantages: Tensor, *, kl_bound:
 
 
 def _spectrum(kl: Tensor, counted: Tensor, group: Tensor, names: Sequence[str], kl_bound: float | Tensor) -> Spectrum:
+    require_floats("kl", kl, "[B, T]", "Pass what kl_per_token returned")
     values = per_token("kl", kl, counted)[counted]  # [N]
     outside = values.to(kl.dtype) > _bounds(kl_bound, counted, kl.dtype)  # a KL of ε, rounded to fp32, is not above ε
     of = _checked(group, counted, names)
@@ -166,17 +175,18 @@ def _bounds(kl_bound: float | Tensor, counted: Tensor, dtype: torch.dtype) -> Te
 
 
 def _checked(group: Tensor, counted: Tensor, names: Sequence[str]) -> Tensor:
-    if group.shape != counted.shape or group.is_floating_point():
+    fix = "Use token_classes(tokenizer).of(sampled)"
+    require_integers("classes", group, "[B, T], one integer per token", fix)
+    if group.shape != counted.shape:
         raise InputError(
-            f"Got classes {list(group.shape)} of {group.dtype} for a loss_mask {list(counted.shape)}"
-            ", expected one integer per token [B, T]",
-            "Use token_classes(tokenizer).of(sampled)",
+            f"classes must be one integer per token, shape {list(counted.shape)} as loss_mask, got {list(group.shape)}",
+            fix,
         )
     of = group.to(counted.device)[counted].long()
     if bool(((of < 0) | (of >= len(names))).any()):
         raise InputError(
-            f"Got classes from {int(of.min())} to {int(of.max())} with {len(names)} names"
-            f", expected classes from 0 to {len(names) - 1} at every counted token",
+            f"classes must be from 0 to {len(names) - 1} at every counted token, as there are {len(names)} names, got "
+            f"classes from {int(of.min())} to {int(of.max())}",
             "Pass one name per class, or leave the other tokens out of loss_mask",
         )
     return of

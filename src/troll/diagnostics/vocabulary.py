@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
+from troll.inputs import describe, require_count, require_integers
 
 __all__ = ["CLASSES", "TokenClasses", "classify", "token_classes"]
 
@@ -28,10 +29,10 @@ class TokenClasses:
 
     def of(self, tokens: Tensor) -> Tensor:
         """Classes of token ids [...]; a negative id, where nothing was sampled, is special."""
+        require_integers("tokens", tokens, "[...]", "Pass token ids")
         if bool((tokens >= len(self.ids)).any()):
             raise InputError(
-                f"Got token id {int(tokens.max())} for a vocabulary of {len(self.ids)}"
-                ", expected ids of this vocabulary",
+                f"tokens must be ids of a vocabulary of {len(self.ids)}, got {int(tokens.max())}",
                 "Use token_classes(tokenizer, vocab_size=model.config.vocab_size)",
             )
         ids = self.ids.to(tokens.device)[tokens.clamp(min=0)]
@@ -60,17 +61,25 @@ def classify(text: str) -> int:
 def token_classes(tokenizer: Any, vocab_size: int | None = None) -> TokenClasses:
     """Sort the vocabulary of a ``transformers`` tokenizer into digits, words, punctuation, white space and the rest.
 
-    A token is judged by what it adds to a text that ends with a letter, so that spaces which a tokenizer keeps apart
-    from the word are seen. A word at the beginning of a line has no space before it and counts as a continuation.
+    A token is classified by what it adds to a text that ends with a letter, so that a space which the tokenizer
+    separates from the word is seen. A word at the beginning of a line has no space before it: it is a continuation.
 
     Args:
         tokenizer: with ``encode``, ``decode``, ``all_special_ids`` and, where it has them, ``added_tokens_decoder``.
         vocab_size: of the model, which may have more rows than the tokenizer has tokens; the others are special.
     """
+    missing = [name for name in ("encode", "all_special_ids") if not hasattr(tokenizer, name)]
+    if missing:
+        raise InputError(
+            f"tokenizer must be a tokenizer of transformers, got {describe(tokenizer)}, which has no {missing[0]}",
+            "Pass AutoTokenizer.from_pretrained(…)",
+        )
+    if vocab_size is not None:
+        require_count("vocab_size", vocab_size, "Pass model.config.vocab_size, or leave it out")
     letter = tokenizer.encode("a", add_special_tokens=False)[-1:]
     if not letter:
         raise InputError(
-            "Got a tokenizer that makes no token of 'a', expected one for text", "Pass your own classes to by_class"
+            "the tokenizer makes no token of 'a', so it is not one for text", "Pass your own classes to by_class"
         )
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}

@@ -17,7 +17,7 @@ from troll.objective.troll import (
     check_regression_coef,
     constrain,
     network_kl,
-    regression,
+    regression_loss,
     troll_loss,
     trust_region_can_act,
 )
@@ -42,7 +42,7 @@ __all__ = [
     "network_kl",
     "ratios",
     "reduction",
-    "regression",
+    "regression_loss",
     "resolve",
     "summarise",
     "token_loss",

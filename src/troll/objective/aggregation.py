@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError, require_choice
+from troll.inputs import describe, is_number, require_count, require_floats, require_same_device, require_tensor
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
@@ -39,12 +40,16 @@ def aggregate(
         total: what the sum is divided by in place of this batch's own count: tokens for ``"token_mean"``, sequences
             for the others. With the count of the whole batch, the losses of its micro-batches add up to its loss.
     """
-    _check(rule, max_length)
-    if values.shape != loss_mask.shape:
+    _check(rule, max_length, total)
+    require_floats("values", values, "[B, T]", "Pass one number per token")
+    require_tensor("loss_mask", loss_mask, "[B, T]")
+    if values.shape != loss_mask.shape or values.dim() < 1:
         raise InputError(
-            f"Got values {list(values.shape)} and loss_mask {list(loss_mask.shape)}, expected [B, T] for both",
-            "Pass values.expand(B, T)",
+            f"values and loss_mask must have the same shape [B, T], got {list(values.shape)} and "
+            f"{list(loss_mask.shape)}",
+            "Pass one number and one entry of the mask per token",
         )
+    require_same_device("values", values, "loss_mask", loss_mask)
     counted = loss_mask.bool()
     lengths = counted.sum(-1)
     sums = torch.where(counted, values, 0.0).sum(-1) / _divisor(lengths, rule, max_length)
@@ -59,7 +64,7 @@ def token_weights(
     total: float | Tensor | None = None,
 ) -> Tensor:
     """What each token counts for, [B, T]: ``aggregate`` of any values is Σ weight · value."""
-    _check(rule, max_length)
+    _check(rule, max_length, total)
     counted = loss_mask.bool()
     lengths = counted.sum(-1, keepdim=True)
     weight = 1.0 / (_divisor(lengths, rule, max_length) * _total(lengths, rule, total))
@@ -79,16 +84,22 @@ def _total(lengths: Tensor, rule: Aggregation, total: float | Tensor | None) -> 
     return torch.where(total > 0, total, 1)
 
 
-def _check(rule: Aggregation, max_length: int | None) -> None:
+def _check(rule: Aggregation, max_length: int | None, total: float | Tensor | None) -> None:
     require_choice("aggregation", rule, get_args(Aggregation))
-    if (rule == "constant") != (max_length is not None):
+    if rule == "constant" and max_length is None:
         raise InputError(
-            f"Got aggregation={rule!r} with max_length={max_length}"
-            ", expected max_length with 'constant', and only there",
-            "Pass the length of the longest completion the run allows as max_length, or aggregation='token_mean'",
+            "aggregation='constant' needs max_length, the length of the longest completion the run allows",
+            "Pass max_length, or use aggregation='token_mean'",
         )
-    if max_length is not None and max_length < 1:
+    if max_length is not None:
+        require_count("max_length", max_length, "Pass the length of the longest completion the run allows")
+        if rule != "constant":
+            raise InputError(
+                f"max_length={max_length} has no effect with aggregation={rule!r}",
+                "Leave max_length out, or use aggregation='constant'",
+            )
+    if total is not None and not (total.numel() == 1 if isinstance(total, Tensor) else is_number(total)):
         raise InputError(
-            f"Got max_length={max_length}, expected at least 1 token",
-            "Use the length of the longest completion the run allows",
+            f"total must be one number, got {describe(total)}",
+            "Pass the number of tokens (or sequences) of the whole batch, or leave it out",
         )

@@ -11,14 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from troll.errors import InputError
 from troll.implementation import Impl
+from troll.inputs import require_number
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, mean, summarise, token_stats
 from troll.objective.token_loss import ImportanceSamplingLevel, ratios, token_loss
 from troll.objective.troll import constrain
-from troll.policy import OnInvalid, SparsePolicy, Tail
+from troll.policy import TAIL, OnInvalid, SparsePolicy, Tail, proposal_tail
 
 
 def clip_loss(
@@ -46,15 +46,14 @@ def clip_loss(
         clip_low, clip_high: different values are the asymmetric clip (DAPO's clip-higher: 0.2 and 0.28). With
             ``importance_sampling_level="sequence"`` this is GSPO, whose recipe is 3e-4 and 4e-4.
         dual_clip: c > 1: where A < 0, the objective is at least c A, however large the ratio.
-        tail: only for the KL that is reported; None is the one that fits the proposal (``troll.policy.align``).
+        tail: as for ``troll_loss``, "bucket" by default; used for the KL that is reported, not for the loss.
         importance_sampling_level, aggregation, max_length, total, importance_weights, on_invalid, impl: as for
             ``troll_loss``.
     """
-    for name, value, limit in (("clip_low", clip_low, 1.0), ("clip_high", clip_high, float("inf"))):
-        if not 0 <= value <= limit:
-            raise InputError(f"Got {name}={value}, expected 0 ≤ {name} ≤ {limit}", "The default is 0.2")
-    if dual_clip is not None and not dual_clip > 1:
-        raise InputError(f"Got dual_clip={dual_clip}, expected a number > 1, or None", "A usual value is 3")
+    require_number("clip_low", clip_low, "a number from 0 to 1", lambda x: 0 <= x <= 1, "The default is 0.2")
+    require_number("clip_high", clip_high, "a number ≥ 0", lambda x: x >= 0, "The default is 0.2")
+    if dual_clip is not None:
+        require_number("dual_clip", dual_clip, "a number > 1, or None", lambda x: x > 1, "A usual value is 3")
     batch = Batch.of(proposal, old, advantages, loss_mask, importance_weights, on_invalid)
     ratio = ratios(proposal.sampled_log_probs - old.sampled_log_probs, batch.counted, importance_sampling_level)
     metrics = _metrics(proposal, old, batch, ratio, tail, impl)
@@ -106,6 +105,8 @@ def unconstrained_loss(
 def _metrics(
     proposal: SparsePolicy, old: SparsePolicy, batch: Batch, ratio: Tensor, tail: Tail | None, impl: Impl
 ) -> Metrics:
+    origin = "the default" if tail is None else None
+    tail = proposal_tail(proposal, old, TAIL if tail is None else tail, origin=origin)
     with torch.no_grad():
         projection = constrain(proposal, old, math.inf, tail=tail, max_lost_mass=math.inf, impl=impl).projection
     metrics = summarise(token_stats(proposal, old, ratio, projection), batch.counted)

@@ -1,4 +1,4 @@
-"""What every loss is given, checked once: which tokens count, their advantages and importance weights."""
+"""The checked inputs of every loss: which tokens count, their advantages and importance weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from troll.deferred import DeferredCheck, DeferredChecks, check_or_defer
 from troll.errors import InputError, require_choice
+from troll.inputs import require_same_device, require_tensor
 from troll.policy import OnInvalid, SparsePolicy
+from troll.policy.sparse import require_policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,28 +41,18 @@ class Batch:
     ) -> Batch:
         """Check and broadcast. Advantages are [B] or [B, T]; importance weights are broadcast likewise.
 
-        What waits for the device is checked now, or put off where ``later`` is given.
+        Checks that wait for the device run now, or are added to ``deferred`` if that is given.
         """
         require_choice("on_invalid", on_invalid, ("raise", "mask"))
-        for name, policy in (("proposal", proposal), ("old", old)):
-            if not isinstance(policy, SparsePolicy):
-                raise InputError(
-                    f"{name} must be a SparsePolicy, got {_kind(policy)}",
-                    "Make the old policy with troll.sparsify(old_logits, sampled) and the proposal with "
-                    "troll.restrict(logits, old)",
-                )
-        if len(proposal.shape) != 2 or loss_mask.shape != proposal.shape:
+        _check_policies(proposal, old)
+        require_tensor("loss_mask", loss_mask, "[B, T]")
+        if loss_mask.shape != old.shape:
             raise InputError(
-                f"Got a proposal over {list(proposal.shape)} positions and loss_mask {list(loss_mask.shape)}"
-                ", expected [B, T] for both",
-                "Pass logits[None] and loss_mask[None] for a single sequence",
+                f"loss_mask must have one entry per token of the policies, shape {list(old.shape)}, got "
+                f"{list(loss_mask.shape)}",
+                "Cut the mask to the tokens that were scored, one row per sequence",
             )
-        if old.shape != proposal.shape:
-            raise InputError(
-                f"Got a proposal over {list(proposal.shape)} positions and an old policy over {list(old.shape)}"
-                ", expected the same positions for both",
-                "Score the same completions with both",
-            )
+        require_same_device("old", old.log_probs, "loss_mask", loss_mask)
         asked = loss_mask.bool()
         counted = asked & old.valid if proposal is old else asked & proposal.valid & old.valid
         batch = cls(
@@ -86,33 +78,49 @@ class Batch:
     def _refuse(self, asked: Tensor, proposal: SparsePolicy, on_invalid: OnInvalid) -> None:
         if on_invalid == "raise" and bool(self.skipped > 0):
             at = (asked & ~self.counted).nonzero()[0].tolist()
-            which = "proposal" if not bool(proposal.valid[tuple(at)]) else "old policy"
+            which = "the proposal" if not bool(proposal.valid[tuple(at)]) else "the old policy"
             raise InputError(
-                f"Got a {which} without a distribution at position {at}, which loss_mask counts"
-                ", expected a distribution at every counted position",
-                "Use the same loss_mask for sparsify and the loss, or on_invalid='mask' to leave such positions out",
+                f"{which} has no distribution at position {at}, which loss_mask counts",
+                "Use the same loss_mask for the policies and the loss, or on_invalid='mask' to leave these out",
             )
         for name, x in (("advantages", self.advantages), ("importance_weights", self.weights)):
             if x is not None and not bool(x.isfinite().all()):
                 at = (~x.isfinite()).nonzero()[0].tolist()
                 raise InputError(
-                    f"Got {name} {float(x[tuple(at)])} at position {at}, expected finite numbers",
-                    "Check the reward of that sequence",
+                    f"{name} must be finite, got {float(x[tuple(at)])} at position {at}",
+                    "Check the rewards of that sequence"
+                    if name == "advantages"
+                    else "Check the sampler's log-probabilities",
                 )
 
 
-def _kind(x: object) -> str:
-    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+def _check_policies(proposal: SparsePolicy, old: SparsePolicy) -> None:
+    require_policy("old", old, "Make it with troll.sparsify(old_logits, sampled)")
+    require_policy("proposal", proposal, "Make it with troll.restrict(logits, old)")
+    for name, policy in (("old", old), ("proposal", proposal)):
+        if len(policy.shape) != 2:
+            raise InputError(
+                f"{name} must be a policy over [B, T] positions, got {list(policy.shape)}",
+                "Score a batch of sequences; for a single one, add a dimension: logits[None], sampled[None]",
+            )
+    if old.shape != proposal.shape:
+        raise InputError(
+            f"proposal and old must have the same positions [B, T], got {list(proposal.shape)} and {list(old.shape)}",
+            "Score the same completions with both",
+        )
+    require_same_device("proposal", proposal.log_probs, "old", old.log_probs)
 
 
 def _per_token(name: str, x: Tensor, counted: Tensor) -> Tensor:
     """[B] or [B, T] → [B, T] with zeros outside the counted tokens."""
+    require_tensor(name, x, "[B] or [B, T]")
     if x.requires_grad:
-        raise InputError(f"Got {name} that require gradient, expected constants", f"Pass {name}.detach()")
+        raise InputError(f"{name} must be constants, got a tensor that requires gradient", f"Pass {name}.detach()")
     if x.shape not in (counted.shape, counted.shape[:1]):
+        B, T = counted.shape
         raise InputError(
-            f"Got {name} {list(x.shape)} for a batch {list(counted.shape)}"
-            ", expected one per sequence [B] or one per token [B, T]",
-            f"Pass {name}.reshape(B) or {name}.expand(B, T)",
+            f"{name} must be one per sequence, shape [{B}], or one per token, shape [{B}, {T}], got {list(x.shape)}",
+            "Pass them in the order of the sequences, with the prompt tokens cut off",
         )
+    require_same_device("loss_mask", counted, name, x)
     return torch.where(counted, x if x.dim() == 2 else x[:, None], 0.0)

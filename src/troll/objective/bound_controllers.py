@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from troll.errors import InputError
+from troll.inputs import is_number, require_number
 from troll.objective.bounds import Adaptive, Bound, Measured, check_positive
 
-_REACH = 10.0  # how far from its start a number may go, unless said otherwise
+_REACH = 10.0  # default limits: the start divided and multiplied by this
 
 
 @dataclass
@@ -30,7 +31,7 @@ class _Controller(Adaptive):
     """Most that the number is multiplied or divided by in one rollout."""
     lowest: float | None = None
     highest: float | None = None
-    """Where it stays; a tenth and ten times its start unless said otherwise."""
+    """Its limits; a tenth and ten times its start by default."""
     updates: int = field(init=False, default=0)
     """Made on this rollout."""
     tokens: float = field(init=False, default=0.0)
@@ -41,29 +42,28 @@ class _Controller(Adaptive):
 
     def __post_init__(self) -> None:
         check_positive(start=self.start, target=self.target, gain=self.gain)
-        if not 1 < self.step < math.inf:
+        if not is_number(self.step) or not 1 < self.step < math.inf:
             raise InputError(
-                f"Got step={self.step}, expected a number > 1, the largest factor of one rollout", "Use step=1.5"
+                f"step must be a number > 1, the largest factor of one rollout, got {self.step}", "The default is 1.5"
             )
         low, high = self.limits
         if not 0 < low <= self.start <= high < math.inf:
             raise InputError(
-                f"Got a start of {self.start} between lowest={low} and highest={high}"
-                ", expected 0 < lowest ≤ start ≤ highest < ∞",
+                f"lowest and highest must be positive and enclose start={self.start}, got lowest={low}, highest={high}",
                 "Leave lowest and highest out to use the defaults",
             )
         self.now = self.start
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Where the number stays."""
+        """The smallest and the largest value the number may have."""
         return (
             self.start / _REACH if self.lowest is None else self.lowest,
             self.start * _REACH if self.highest is None else self.highest,
         )
 
     def observe(self, measured: Measured) -> None:
-        """Take what an update of another policy than the old one says."""
+        """Use the measurement of an update, except of the first: there the network is the old policy."""
         self.updates += 1
         if self.updates > 1 and measured.tokens > 0:
             self._take(measured)
@@ -83,11 +83,10 @@ class _Controller(Adaptive):
 
 
 def check_share(name: str, value: float) -> None:
-    """Refuse what is no share of the tokens."""
-    if not 0 < value < 1:
-        raise InputError(
-            f"Got {name}={value}, expected a share of the tokens, between 0 and 1", f"Use {name}=0.03 for three percent"
-        )
+    """Refuse what is not a fraction of the tokens."""
+    require_number(
+        name, value, "a fraction of the tokens, > 0 and < 1", lambda x: 0 < x < 1, f"{name}=0.03 is three percent"
+    )
 
 
 @dataclass
@@ -140,7 +139,7 @@ class RegressionController(_Controller):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Where α stays: not below its start, unless said otherwise."""
+        """The limits of α; the lower one is its start by default."""
         return self.start if self.lowest is None else self.lowest, super().limits[1]
 
     def _take(self, measured: Measured) -> None:

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError, require_choice
+from troll.inputs import require_count, require_number, require_positive
 from troll.objective.metrics import mean as mean_over
 from troll.policy import SparsePolicy, entropy
 from troll.projection import KL_BOUND, check_kl_bound
 from troll.projection.geodesic import solver_dtype
 
 Curve = Literal["geometric", "linear"]
+_EXAMPLES = {"target": 0.1, "gain": 0.5, "limit": 2.0}
 _ROUNDING = 1 + 2.0**-23  # a KL that is reported in fp32 may have been rounded down by half of this
 
 
@@ -66,16 +68,16 @@ class Adaptive:
         return {x.name: getattr(self, x.name) for x in fields(self) if x.init}
 
     def state_dict(self) -> dict[str, float]:
-        """All that decides how it goes on, as plain numbers."""
+        """The state, as plain numbers."""
         return {x.name: getattr(self, x.name) for x in fields(self) if not x.init}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from there."""
+        """Restore a state that ``state_dict`` returned."""
         if state.keys() != self.state_dict().keys():
             raise InputError(
-                f"Got a state of {sorted(state)} for {type(self).__name__}"
-                f", expected one of {sorted(self.state_dict())}",
-                "Pass the state_dict() of a bound of the same kind",
+                f"the state of a {type(self).__name__} has the entries {', '.join(sorted(self.state_dict()))}, got "
+                f"{', '.join(sorted(state)) or 'none'}",
+                "Pass the state_dict() of a bound of the same class",
             )
         for name, value in state.items():
             setattr(self, name, value)
@@ -133,24 +135,17 @@ class ScheduledBound(Bound):
 
     def __post_init__(self) -> None:
         require_choice("curve", self.curve, get_args(Curve))
-        if self.over < 1:
-            raise InputError(
-                f"Got a schedule over {self.over} rollouts, expected at least 1",
-                "Use a third of the rollouts of the run",
-            )
-        check_kl_bound(self.start)
-        check_kl_bound(self.end)
-        if self.curve == "geometric":
-            check_positive(start=self.start, end=self.end)
-        if not max(self.start, self.end) < float("inf"):
-            raise InputError(
-                f"Got a schedule from {self.start} to {self.end}, expected finite bounds",
-                "Use 1 for a bound that hardly acts",
-            )
+        require_count("over", self.over, "Pass the number of rollouts the schedule takes, such as a third of the run")
+        for name, value in (("start", self.start), ("end", self.end)):
+            if self.curve == "geometric":
+                require_positive(name, value, "A geometric schedule needs bounds > 0; curve='linear' may go to 0")
+            else:
+                fix = "Use 1 for a bound that hardly acts"
+                require_number(name, value, "a finite number ≥ 0", lambda x: 0 <= x < math.inf, fix)
         self.now = self.start
 
     def begin_rollout(self) -> None:
-        """Go one step on."""
+        """Take one step of the schedule."""
         x = min(self.rollouts / self.over, 1.0)
         self.rollouts += 1
         if self.curve == "geometric":
@@ -176,11 +171,13 @@ class EntropyBound(Bound):
 
     def __post_init__(self) -> None:
         check_positive(kl_bound=self.kl_bound)
-        if not 0 <= self.share <= 1:
-            raise InputError(f"Got share={self.share}, expected a number from 0 to 1", "The default is 0.25")
-        if self.highest is not None and not self.highest >= self.kl_bound:
-            raise InputError(
-                f"Got highest={self.highest} with kl_bound={self.kl_bound}, expected a cap that is not below the mean",
+        require_number("share", self.share, "a number from 0 to 1", lambda x: 0 <= x <= 1, "The default is 0.25")
+        if self.highest is not None:
+            require_number(
+                "highest",
+                self.highest,
+                f"at least kl_bound={self.kl_bound}, the mean of the bounds",
+                lambda x: x >= self.kl_bound,
                 f"Use highest={10 * self.kl_bound:g}, or leave it out",
             )
         self.now = self.kl_bound
@@ -221,11 +218,8 @@ class SequenceBound(Bound):
     def __post_init__(self) -> None:
         check_positive(limit=self.limit)
         check_kl_bound(self.kl_bound)
-        if self.max_length is not None and self.max_length < 1:
-            raise InputError(
-                f"Got max_length={self.max_length}, expected at least 1 token",
-                "Use the length of the longest completion of the run",
-            )
+        if self.max_length is not None:
+            require_count("max_length", self.max_length, "Pass the length of the longest completion of the run")
         self.now = self.kl_bound
 
     def token_bounds(
@@ -249,7 +243,4 @@ class SequenceBound(Bound):
 def check_positive(**numbers: float) -> None:
     """Refuse what is not a positive number."""
     for name, value in numbers.items():
-        if not (math.isfinite(value) and value > 0):
-            raise InputError(
-                f"Got {name}={value}, expected a number > 0", f"Use {KL_BOUND}, or another positive number"
-            )
+        require_positive(name, value, f"Pass a positive number, such as {name}={_EXAMPLES.get(name, KL_BOUND)}")

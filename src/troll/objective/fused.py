@@ -10,6 +10,7 @@ from torch import Tensor
 
 from troll.deferred import DeferredCheck, DeferredChecks, run_checks
 from troll.errors import InputError
+from troll.inputs import describe, require_floats
 from troll.objective.aggregation import Aggregation, token_weights
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, TokenStats, summarise, token_stats
@@ -17,7 +18,8 @@ from troll.objective.presets import PresetName, resolve
 from troll.objective.token_loss import token_loss
 from troll.objective.troll import check_regression_coef, constrain
 from troll.policy import Head, Scored, SparsePolicy, Tail
-from troll.projection import MAX_LOST_MASS, check_kl_bound, check_lost_mass, expand_bound
+from troll.policy.sparse import require_policy
+from troll.projection import MAX_LOST_MASS, check_kl_bound, check_lost_mass, check_max_lost_mass, expand_bound
 
 
 def fused_troll_loss(
@@ -55,12 +57,17 @@ def fused_troll_loss(
     """
     settings = resolve(preset, regression_coef=regression_coef, tail=tail, max_support=max_support, tail_mass=tail_mass)
     kl_bound = settings.kl_bound if kl_bound is None else kl_bound
+    require_floats("hidden", hidden, "[B, T, H]", "Pass the output of the model's last layer")
+    if not isinstance(head, Head):
+        raise InputError(f"head must be a Head, got {describe(head)}", "Pass troll.Head(model.lm_head.weight)")
+    require_policy("old", old, "Make it with head.sparsify(old_hidden, sampled).policy")
+    check_max_lost_mass(max_lost_mass)
     check_kl_bound(kl_bound)
     check_regression_coef(settings.regression_coef)
     if hidden.shape[:-1] != old.shape:
         raise InputError(
-            f"Got hidden {list(hidden.shape)} and an old policy over {list(old.shape)} positions"
-            ", expected [B, T, H] and [B, T]",
+            "hidden must have shape [B, T, H] where old has shape [B, T], got "
+            f"{list(hidden.shape)} and {list(old.shape)}",
             "Pass hidden states that predict the sampled tokens: hidden[:, :-1]",
         )
     checks: DeferredChecks = []  # run once all kernels are launched

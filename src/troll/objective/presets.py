@@ -54,6 +54,8 @@ def resolve(
     Preset(kl_bound=0.1, regression_coef=1.0, tail='floor', max_support=64, tail_mass=1e-05)
     """
     require_choice("preset", preset, get_args(PresetName))
+    if tail is not None:
+        require_choice("tail", tail, get_args(Tail), TAIL)
     explicit = {
         "kl_bound": kl_bound,
         "regression_coef": regression_coef,

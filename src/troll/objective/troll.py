@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from troll.deferred import DeferredCheck, DeferredChecks, check_or_defer, run_checks
-from troll.errors import InputError
+from troll.errors import InputError, require_choice
 from troll.implementation import Impl, choose
+from troll.inputs import describe, require_number
 from troll.objective.aggregation import Aggregation, aggregate
 from troll.objective.batch import Batch
 from troll.objective.metrics import Metrics, summarise, token_stats
@@ -25,14 +26,19 @@ from troll.projection import (
     Solver,
     check_kl_bound,
     check_lost_mass,
+    check_max_lost_mass,
     expand_bound,
     kernel_cannot,
     project_normalised,
 )
 
 
-def regression(projection: Projection) -> Tensor:
+def regression_loss(projection: Projection) -> Tensor:
     """KL(π̃ ‖ ⌊π⌋) per token, [...]: pulls the proposal towards its projection; 0 where the bound is not active."""
+    if not isinstance(projection, Projection):
+        raise InputError(
+            f"projection must be a Projection, got {describe(projection)}", "Pass what troll.project returned"
+        )
     proposal, projected, active = projection.proposal, projection.log_probs.detach(), projection.active
     if torch.compiler.is_compiling():
         return torch.where(active, token_kl(proposal, projected), 0.0)
@@ -43,8 +49,9 @@ def regression(projection: Projection) -> Tensor:
 
 def check_regression_coef(regression_coef: float) -> None:
     """Refuse a coefficient that is negative or not a number."""
-    if not (math.isfinite(regression_coef) and regression_coef >= 0):
-        raise InputError(f"regression_coef must be a number ≥ 0, got {regression_coef}", "The default is 1")
+    require_number(
+        "regression_coef", regression_coef, "a number ≥ 0", lambda x: math.isfinite(x) and x >= 0, "The default is 1"
+    )
 
 
 def trust_region_can_act(per_update: int, per_rollout: int) -> bool:
@@ -82,11 +89,12 @@ def constrain(
 ) -> Constrained:
     """Align two policies over any positions [...] and project the one onto the trust region around the other.
 
-    ``counted`` are the positions over which ``max_lost_mass`` is averaged, all by default. What only the kernel knows
-    to be wrong is added to ``later`` where it is given, to be resolved when there is nothing left to launch. Other
-    arguments as for ``troll_loss``.
+    ``counted`` are the positions over which ``max_lost_mass`` is averaged, all by default. The check of the kernel's
+    error flags runs now, or is added to ``deferred`` if that is given. Other arguments as for ``troll_loss``.
     """
     tail = proposal_tail(proposal, old, tail)
+    require_choice("solver", solver, get_args(Solver))
+    check_max_lost_mass(max_lost_mass)
     support = max(proposal.token_ids.shape[-1], old.token_ids.shape[-1])
     if choose(impl, proposal.log_probs.device, kernel_cannot(support, solver)).impl == "triton":
         step, check = _fused(proposal, old, kl_bound, counted, tail, max_lost_mass)
@@ -97,7 +105,7 @@ def constrain(
     if not torch.compiler.is_compiling():
         check_lost_mass(_of(projection.lost_mass, counted), max_lost_mass)
     log_ratio = projection.log_probs[..., 0] - aligned.old[..., 0]
-    return Constrained(log_ratio, regression(projection), projection)
+    return Constrained(log_ratio, regression_loss(projection), projection)
 
 
 @torch.no_grad()
@@ -114,8 +122,10 @@ def _fused(
     tail: Tail,
     max_lost_mass: float,
 ) -> tuple[Constrained, DeferredCheck]:
-    """The same from one kernel, which says in one transfer whether anything is wrong; ``align`` and the others say
-    what."""
+    """``constrain`` from one kernel, and the check of its error flags: one transfer from the device.
+
+    If a flag is set, ``align`` and the other checks of the definition find out what is wrong and raise.
+    """
     from troll.objective import triton as kernel
 
     if not _same_form(proposal, old, tail):
@@ -145,7 +155,14 @@ def _fused(
 def _same_form(proposal: SparsePolicy, old: SparsePolicy, tail: Tail) -> bool:
     """Whether ``align`` has nothing to refuse in two policies but, perhaps, their numbers."""
     forms = [
-        (x.shape, x.vocab_size, x.temperature, x.log_probs.dtype, tail == "floor" or x.token_ids.shape[-1])
+        (
+            x.shape,
+            x.vocab_size,
+            x.temperature,
+            x.log_probs.dtype,
+            x.log_probs.device,
+            tail == "floor" or x.token_ids.shape[-1],
+        )
         for x in (proposal, old)
     ]
     constant = not (old.log_probs.requires_grad or old.log_tail.requires_grad)
@@ -219,7 +236,9 @@ def troll_loss(
         old,
         settings.kl_bound if kl_bound is None else kl_bound,
         batch.counted,
-        tail=settings.tail,
+        tail=proposal_tail(
+            proposal, old, settings.tail, origin=None if tail is not None else f"from preset={preset!r}"
+        ),
         solver=solver,
         max_lost_mass=max_lost_mass,
         impl=impl,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError, require_choice
-from troll.policy.sparse import MadeBy, SparsePolicy
+from troll.inputs import require_same_device
+from troll.policy.sparse import MadeBy, SparsePolicy, require_policy
 
 Tail = Literal["bucket", "floor"]
 TAIL: Tail = "bucket"
@@ -48,25 +49,31 @@ def align(proposal: SparsePolicy, old: SparsePolicy, tail: Tail | None = None) -
 _TAIL_OF: dict[MadeBy | None, Tail | None] = {"sparsify": "floor", "restrict": "bucket", None: None}
 
 
-def proposal_tail(proposal: SparsePolicy, old: SparsePolicy, tail: Tail | None, default: Tail = TAIL) -> Tail:
+def proposal_tail(
+    proposal: SparsePolicy, old: SparsePolicy, tail: Tail | None, default: Tail = TAIL, origin: str | None = None
+) -> Tail:
     """The tail that fits a proposal: ``bucket`` for one made by ``restrict``, ``floor`` for one made by ``sparsify``.
 
     Where it is not known how the proposal was made: ``tail``, or the ``default``. A ``tail`` that does not fit is
     refused unless both policies share their tokens: ``floor`` ignores the tail of a proposal made by ``restrict``,
-    and ``bucket`` cannot compare tokens that only one of the policies kept.
+    and ``bucket`` cannot compare tokens that only one of the policies kept. ``origin`` is where the tail comes from, if
+    the user did not pass it, for the message.
     """
+    require_policy("proposal", proposal, "Make it with troll.restrict(logits, old)")
+    require_policy("old", old, "Make it with troll.sparsify(old_logits, sampled)")
     if tail is not None:
         require_choice("tail", tail, get_args(Tail), TAIL)
     fits = _TAIL_OF[proposal.made_by]
     if tail is None or fits in (None, tail) or proposal.token_ids is old.token_ids:
         return tail or fits or default
+    chosen = f"tail={tail!r}" if origin is None else f"tail={tail!r} ({origin})"
     if tail == "bucket":
         raise InputError(
-            "tail='bucket' needs a proposal on the tokens of the old policy, got one made by troll.sparsify",
+            f"{chosen} needs a proposal on the tokens of the old policy, got one made by troll.sparsify",
             "Make it with troll.restrict(logits, old), or pass tail='floor', the paper's treatment",
         )
     raise InputError(
-        "tail='floor' needs a proposal on its own most probable tokens, got one made by troll.restrict",
+        f"{chosen} needs a proposal on its own most probable tokens, got one made by troll.restrict",
         "Make it with troll.sparsify(logits, sampled), or pass tail='bucket', the default",
     )
 
@@ -100,8 +107,7 @@ def _bucket(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:
         (proposal.token_ids != old.token_ids) & (proposal.token_ids >= 0)
     ):
         raise InputError(
-            "Got a proposal on a support of its own with tail='bucket'"
-            ", expected a proposal on the support of the old policy",
+            "tail='bucket' needs a proposal on the tokens of the old policy, got other tokens",
             "Make the proposal with troll.restrict(logits, old), or pass tail='floor'",
         )
     p = torch.cat([proposal.log_probs, proposal.log_tail.unsqueeze(-1)], dim=-1)
@@ -112,24 +118,21 @@ def _bucket(proposal: SparsePolicy, old: SparsePolicy) -> tuple[Tensor, Tensor]:
 def _check_pair(proposal: SparsePolicy, old: SparsePolicy) -> None:
     if old.log_probs.requires_grad or old.log_tail.requires_grad:
         raise InputError(
-            "Got an old policy that requires gradient, expected a constant",
+            "old must be a constant, got a policy that requires gradient",
             "Score it under torch.no_grad(), or pass old.detach()",
         )
-    for name, a, b, hint in (
-        ("shape", list(proposal.shape), list(old.shape), "scoring the same completions with both"),
-        ("vocab_size", proposal.vocab_size, old.vocab_size, "scoring both with the same model"),
-        ("temperature", proposal.temperature, old.temperature, "the temperature of the rollout for both"),
-        ("dtype", proposal.log_probs.dtype, old.log_probs.dtype, "float32 logits for both"),
+    for name, a, b, fix in (
+        ("shape", list(proposal.shape), list(old.shape), "Score the same completions with both"),
+        ("vocab_size", proposal.vocab_size, old.vocab_size, "Score both with the same model"),
+        ("temperature", proposal.temperature, old.temperature, "Use the temperature of the rollout for both"),
+        ("dtype", proposal.log_probs.dtype, old.log_probs.dtype, "Use logits of the same precision for both"),
     ):
         if a != b:
-            raise InputError(
-                f"Got a proposal with {name} {a} and an old policy with {name} {b}, expected the same for both",
-                f"Try {hint}",
-            )
+            raise InputError(f"proposal and old must have the same {name}, got {a} and {b}", fix)
+    require_same_device("proposal", proposal.log_probs, "old", old.log_probs)
     if _any((proposal.sampled != old.sampled) & proposal.valid & old.valid):
         raise InputError(
-            "Got a proposal and an old policy with different sampled tokens"
-            ", expected the same completion scored by both",
+            "proposal and old must be of the same completions, got different sampled tokens",
             "Check that both were given the same sampled ids, in the same order of sequences",
         )
 

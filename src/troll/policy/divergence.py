@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from troll.errors import InputError
+from troll.inputs import require_floats, require_same_device
+
 # e⁻ᵈ − 1 + d = d²/2 − d³/6 + …: for |d| < 0.03 eight terms are exact to the last bit of a double (the ninth is below
 # 0.03⁸ / 3628800 · 2 ≈ 4e-19 of the sum), and the closed form would lose digits to cancellation.
 _SERIES_BELOW = 0.03
@@ -40,8 +43,25 @@ def kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     return terms.masked_fill(missing, torch.inf)
 
 
+def _check_pair(log_p: Tensor, log_q: Tensor) -> None:
+    for name, x in (("log_p", log_p), ("log_q", log_q)):
+        require_floats(name, x, "of log-probabilities [..., K]", "Pass log-probabilities: logits.log_softmax(-1)")
+    different = log_p.shape != log_q.shape
+    if log_p.dim() == 0 or log_q.dim() == 0 or (different and not _broadcast(log_p.shape, log_q.shape)):
+        raise InputError(
+            f"log_p and log_q must have the same shape [..., K], got {list(log_p.shape)} and {list(log_q.shape)}",
+            "Pass log-probabilities of the same tokens at the same positions",
+        )
+    require_same_device("log_p", log_p, "log_q", log_q)
+
+
+def _broadcast(a: torch.Size, b: torch.Size) -> bool:
+    return all(m in (n, 1) or n == 1 for m, n in zip(reversed(a), reversed(b), strict=False))
+
+
 def token_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p ‖ q) = Σ p (log p − log q) per token, [..., K] → [...]; ``inf`` where p has mass that q has not."""
+    _check_pair(log_p, log_q)
     return kl_terms(log_p, log_q).sum(-1)
 
 

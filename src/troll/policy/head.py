@@ -17,11 +17,29 @@ from torch import Tensor
 from troll.deferred import DeferredCheck, DeferredChecks, check_or_defer
 from troll.errors import InputError
 from troll.implementation import Impl
+from troll.inputs import (
+    describe,
+    is_number,
+    require_floats,
+    require_integers,
+    require_positive,
+    require_same_device,
+    require_tensor,
+)
 from troll.policy.head_gradients import ScoreRows, SinglePass, plan
 from troll.policy.matmul import TiledMatmul
 from troll.policy.scoring import LogitTransform, MostProbable, Scores, choose_for
 from troll.policy.sparse import SparsePolicy
-from troll.policy.sparsify import MAX_SUPPORT, TAIL_MASS, OnInvalid, Positions, check_support, check_vocabulary, made_by
+from troll.policy.sparsify import (
+    MAX_SUPPORT,
+    TAIL_MASS,
+    OnInvalid,
+    Positions,
+    check_support,
+    check_vocabulary,
+    made_by,
+    require_old,
+)
 
 
 class Scored(NamedTuple):
@@ -60,6 +78,20 @@ class Head:
     impl: Impl = "auto"
     """What computes, see ``troll.implementation``."""
 
+    def __post_init__(self) -> None:
+        require_tensor("weight", self.weight, "[V, H]", "Pass the parameter of the output layer: model.lm_head.weight")
+        if self.bias is not None:
+            require_tensor("bias", self.bias, "[V]", "Pass model.lm_head.bias, or None if that is None")
+        if not is_number(self.scale):
+            raise InputError(f"scale must be a number, got {describe(self.scale)}", "The default is 1.0")
+        if self.softcap is not None:
+            require_positive("softcap", self.softcap, "Pass final_logit_softcapping of the model's config, or None")
+        if not callable(self.gather):
+            raise InputError(
+                f"gather must be a function of weight and bias, got {describe(self.gather)}",
+                "Leave it out if the weight is not sharded",
+            )
+
     def sparsify(
         self,
         hidden: Tensor,
@@ -74,8 +106,8 @@ class Head:
     ) -> Scored:
         """``troll.sparsify`` of the logits of ``hidden`` [..., H]; positions that do not count are not computed.
 
-        Whether all logits were distributions is known when the device is done; where ``later`` is given, that check is
-        added to it, for ``troll.deferred.run_checks``.
+        Whether all logits define distributions is known when the device is done. If ``deferred`` is given, that check
+        is added to it, for ``troll.deferred.run_checks``.
         """
         with self.gather(self.weight, self.bias):
             support = _most_probable(max_support, tail_mass)
@@ -125,25 +157,30 @@ class Head:
             loss_mask: [...] positions that count.
             memory_budget: bytes that may be allocated, gradients included, 4 GiB by default (½ GiB on a CPU); see
                 ``troll.policy.head_gradients`` for what they buy.
-            later: as for ``sparsify``.
+            deferred: as for ``sparsify``.
         """
         with self.gather(self.weight, self.bias):
+            if not callable(loss):
+                raise InputError(f"loss must be a function, got {describe(loss)}", "See TokenLoss for its arguments")
             if isinstance(target, SparsePolicy):
-                rows = _Rows(self, hidden, *self._support_of(target, loss_mask, "raise"))
+                rows = _Rows(self, hidden, *self._support_of(target, loss_mask, "raise", "target"))
             else:
+                expected = "[...] of sampled tokens, or a SparsePolicy"
+                require_integers("target", target, expected, "Pass the ids of the sampled tokens, or the old policy")
                 support = _most_probable(max_support, tail_mass)
-                positions = Positions(self.weight.shape[0], target, temperature, loss_mask, "raise")
+                positions = Positions(self.weight.shape[0], target, temperature, loss_mask, "raise", origin="target")
                 rows = _Rows(self, hidden, positions, support)
             value, check = self._single_pass(rows, loss, memory_budget)
         check_or_defer(deferred, check)
         return value
 
     def _support_of(
-        self, old: SparsePolicy, loss_mask: Tensor | None, on_invalid: OnInvalid
+        self, old: SparsePolicy, loss_mask: Tensor | None, on_invalid: OnInvalid, origin: str = "old"
     ) -> tuple[Positions, Tensor]:
+        require_old(old)
         vocab_size = self.weight.shape[0]
         check_vocabulary(vocab_size, old.vocab_size)
-        positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
+        positions = Positions(vocab_size, old.sampled, old.temperature, loss_mask, on_invalid, ~old.valid, origin)
         return positions, old.token_ids.reshape(-1, old.token_ids.shape[-1])
 
     def _score(self, rows: _Rows) -> tuple[Scored, DeferredCheck]:
@@ -170,6 +207,7 @@ class Head:
     @torch.no_grad()
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """The logits of a few positions [n, H], divided by the temperature: [n, V]."""
+        require_floats("hidden", hidden, "[n, H]", "Pass the output of the model's last layer")
         with self.gather(self.weight, self.bias):
             tile = TiledMatmul(hidden, self.weight, self.bias).tile(slice(0, len(hidden)))
         return LogitTransform(self.scale, self.softcap, temperature).read(tile)
@@ -184,7 +222,8 @@ class _Rows:
     """The positions that count, as rows; where all do, as for a caller that picked them, nothing is copied."""
 
     def __init__(self, head: Head, hidden: Tensor, positions: Positions, support: MostProbable | Tensor) -> None:
-        _check(head, hidden, positions.shape)
+        _check(head, hidden, positions.shape, positions.origin)
+        require_same_device("hidden", hidden, positions.origin, positions.sampled)
         self.head, self.positions, self.made_by = head, positions, made_by(support)
         self.flat = hidden.reshape(-1, hidden.shape[-1])
         counted = positions.counted
@@ -230,25 +269,20 @@ class _Rows:
         return self.positions.check(self.spread(sampled, 0).flatten(), logits)
 
 
-def _check(head: Head, hidden: Tensor, positions: torch.Size) -> None:
+def _check(head: Head, hidden: Tensor, positions: torch.Size, origin: str) -> None:
     weight, bias = head.weight, head.bias
-    if not hidden.is_floating_point():
-        raise InputError(
-            f"Got hidden of {hidden.dtype}, expected a floating type", "Pass the output of the model's last layer"
-        )
+    require_floats("hidden", hidden, "[..., H]", "Pass the output of the model's last layer")
     if weight.dim() != 2 or hidden.shape != (*positions, weight.shape[1]):
         raise InputError(
-            f"Got hidden {list(hidden.shape)}, positions {list(positions)}, weight {list(weight.shape)}"
-            ", expected [..., H], [...] and [V, H]",
+            f"hidden, {origin} and weight must have the shapes [..., H], [...] and [V, H], got "
+            f"{list(hidden.shape)}, {list(positions)} and {list(weight.shape)}",
             "Pass hidden states that predict the sampled tokens: hidden[:, :-1] and input_ids[:, 1:]",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(
-            f"Got bias {list(bias.shape)} for weight {list(weight.shape)}, expected [V]",
-            "Pass bias=None if the head has none",
+            f"bias must have one entry per row of weight, shape {list(weight.shape[:1])}, got {list(bias.shape)}",
+            "Pass weight and bias of the same output layer",
         )
-    if head.softcap is not None and not head.softcap > 0:
-        raise InputError(
-            f"Got softcap={head.softcap}, expected a number > 0, or None",
-            "Use final_logit_softcapping of the model's config",
-        )
+    require_same_device("hidden", hidden, "weight", weight)
+    if bias is not None:
+        require_same_device("hidden", hidden, "bias", bias)

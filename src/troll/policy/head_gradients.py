@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from troll.errors import InputError
 from troll.implementation import Choice
+from troll.inputs import require_count
 from troll.policy.matmul import TiledMatmul, add_product, product
 from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, gradient, scale_, score, work_dtype
 
@@ -106,11 +106,8 @@ def plan(products: TiledMatmul, needs_weight: bool, budget: int | None) -> Plan:
     N, (V, H) = len(products.hidden), products.weight.shape
     if budget is None:
         budget = BUDGET.get(products.hidden.device.type, BUDGET["other"])
-    elif budget <= 0:
-        raise InputError(
-            f"Got memory_budget={budget}, expected bytes, at least 1",
-            "Pass memory_budget=None for the default, or a number such as 3 * 2**30",
-        )
+    else:
+        require_count("memory_budget", budget, "Pass a number of bytes, such as 3 * 2**30, or None for the default")
     if products.dtype == torch.float16:
         return Plan("recompute", 0)
     row = V * products.dtype.itemsize

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from troll.errors import InputError
-from troll.policy.sparse import SparsePolicy
+from troll.inputs import describe, is_integer, require_count, require_tensor
+from troll.policy.sparse import SparsePolicy, check_temperature, require_policy
 
 _ID_BYTES = 3
 _TENSORS = ("counts", "token_ids", "log_probs", "log_tail")
@@ -39,21 +40,24 @@ class PackedPolicy:
     @classmethod
     def of(cls, policy: SparsePolicy) -> PackedPolicy:
         """Pack a policy; it becomes a constant."""
+        require_policy("policy", policy, "Make it with troll.sparsify(logits, sampled)")
         policy = policy.detach()
         if policy.vocab_size > 1 << (8 * _ID_BYTES):
             raise InputError(
-                f"Got a vocabulary of {policy.vocab_size}, expected at most 2²⁴ tokens", "Keep the padded form"
+                f"a packed policy can have at most 2²⁴ tokens in its vocabulary, got vocab_size={policy.vocab_size}",
+                "Store the SparsePolicy itself",
             )
         if policy.token_ids.shape[-1] > torch.iinfo(torch.int16).max:
             raise InputError(
-                f"Got {policy.token_ids.shape[-1]} slots per position, expected at most 32,767",
+                f"a packed policy can have at most 32,767 slots per position, got {policy.token_ids.shape[-1]}",
                 "Use a smaller max_support; the default is 64",
             )
         used = policy.token_ids >= 0
         if bool((used[..., 1:] & ~used[..., :-1]).any()):
             raise InputError(
-                "Got a policy with unused slots between used ones, expected unused slots at the end",
-                "Pack a sparsified policy, as troll.sparsify returns it",
+                "the policy has unused slots between used ones, as a proposal made by troll.restrict may; a packed "
+                "policy has them at the end",
+                "Pack the old policy, made by troll.sparsify",
             )
         at = used.flatten().nonzero()[:, 0]
         ids = policy.token_ids.flatten()[at].to(torch.int32)
@@ -117,9 +121,9 @@ class PackedPolicy:
         """All tensors of a policy over [n] one after another, [7 nnz + 6 n] uint8; fp32 only."""
         if self.log_probs.dtype != torch.float32 or self.counts.dim() != 1:
             raise InputError(
-                f"Got a policy of {self.log_probs.dtype} over {list(self.counts.shape)} positions"
-                ", expected float32 over [n]",
-                "Store one sequence at a time: packed.sequences()",
+                f"to_bytes needs a float32 policy over [n] positions, got {self.log_probs.dtype} over "
+                f"{list(self.counts.shape)}",
+                "Pack float32 policies, one sequence at a time: packed.sequences() splits a batch",
             )
         return torch.cat([getattr(self, name).contiguous().view(torch.uint8).flatten() for name in _TENSORS])
 
@@ -128,11 +132,23 @@ class PackedPolicy:
         cls, data: Tensor, positions: int, slots: int, vocab_size: int, temperature: float = 1.0
     ) -> PackedPolicy:
         """The policy over [``positions``] that ``to_bytes`` made these of."""
-        nnz, rest = divmod(len(data) - 6 * positions, _ID_BYTES + 4)
-        if data.dtype != torch.uint8 or data.dim() != 1 or nnz < 0 or rest:
+        require_tensor("data", data, "[n] of uint8", "Pass what to_bytes() returned")
+        if data.dtype != torch.uint8 or data.dim() != 1:
             raise InputError(
-                f"Got {list(data.shape)} of {data.dtype} for {positions} positions"
-                ", expected 6 bytes a position and 7 a kept token",
+                f"data must be a uint8 tensor [n], got {data.dtype} {list(data.shape)}", "Pass what to_bytes() returned"
+            )
+        if not is_integer(positions) or positions < 0:
+            raise InputError(
+                f"positions must be an integer ≥ 0, got {describe(positions)}", "Pass its number of tokens"
+            )
+        require_count("slots", slots, "Pass the slots of the packed policy")
+        require_count("vocab_size", vocab_size, "Pass the vocab_size of the packed policy")
+        check_temperature(temperature)
+        nnz, rest = divmod(len(data) - 6 * positions, _ID_BYTES + 4)
+        if nnz < 0 or rest:
+            raise InputError(
+                f"data has {len(data)} bytes and cannot be a policy over {positions} positions, which has 6 bytes per "
+                "position and 7 per kept token",
                 "Pass the number of positions these bytes were made for",
             )
         counts, ids, log_probs, log_tail = torch.split(data, [2 * positions, _ID_BYTES * nnz, 4 * nnz, 4 * positions])
@@ -153,11 +169,19 @@ class PackedPolicy:
 
 
 def _alike(policies: Sequence[PackedPolicy]) -> PackedPolicy:
-    """The first of policies that can be brought together."""
+    """The first of policies that can be joined."""
+    wrong = (
+        [p for p in policies if not isinstance(p, PackedPolicy)] if isinstance(policies, (list, tuple)) else [policies]
+    )
+    if wrong or not policies:
+        raise InputError(
+            f"policies must be a list of at least one PackedPolicy, got {describe(wrong[0]) if wrong else 'none'}",
+            "Pack each with policy.pack()",
+        )
     first = policies[0]
     if any((p.vocab_size, p.temperature) != (first.vocab_size, first.temperature) for p in policies):
         raise InputError(
-            "Got policies over different vocabularies or at different temperatures, expected one of each",
-            "Pack policies of one rollout only",
+            "policies must have the same vocab_size and the same temperature, got different ones",
+            "Join policies of one rollout only",
         )
     return first

@@ -36,7 +36,16 @@ from troll.policy.head import Scored
 from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, choose_for, gradient, score
 from troll.policy.scoring.reference import at_tokens, here, keep_enough, largest, log_tail_of, normalised
 from troll.policy.sparse import SparsePolicy
-from troll.policy.sparsify import MAX_SUPPORT, TAIL_MASS, OnInvalid, _Rows, check_support, check_vocabulary, made_by
+from troll.policy.sparsify import (
+    MAX_SUPPORT,
+    TAIL_MASS,
+    OnInvalid,
+    _Rows,
+    check_support,
+    check_vocabulary,
+    made_by,
+    require_old,
+)
 
 
 def sparsify_parallel(
@@ -80,7 +89,10 @@ def restrict_parallel(
     impl: Impl = "auto",
 ) -> Scored:
     """``troll.restrict`` of logits of which every process of ``group`` has some columns; see ``sparsify_parallel``."""
-    rows = _ShardRows(logits, group, widths, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
+    require_old(old)
+    rows = _ShardRows(
+        logits, group, widths, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid, origin="old"
+    )
     check_vocabulary(rows.vocab_size, old.vocab_size)
     return rows.scored(old.token_ids.reshape(-1, old.token_ids.shape[-1]), impl)
 
@@ -99,9 +111,9 @@ class _Shard(NamedTuple):
         shares = (width,) * size if widths is None else tuple(widths)
         if len(shares) != size or shares[rank] != width:
             raise InputError(
-                f"Got widths={list(shares)} for {size} processes, of which number {rank} has {width} columns"
-                ", expected the number of columns of every process, in the order of the ranks",
-                "Leave widths out if all processes have the same number",
+                f"widths must be the number of columns of each of the {size} processes, in the order of the ranks, got "
+                f"{list(shares)} where process {rank} has {width} columns",
+                "Leave widths out if all processes have the same number of columns",
             )
         return cls(group, shares, sum(shares[:rank]), width)
 
@@ -162,9 +174,9 @@ class _ShardRows(_Rows):
 
     def _refuse_widths(self) -> None:
         raise InputError(
-            f"Got {self.shard.width} columns in process {dist.get_rank(self.shard.group)}, another number elsewhere"
-            ", expected the same number in all, or widths that say how many each has",
-            f"Pass widths=[…], {len(self.shard.widths)} numbers, the same in every process",
+            f"process {dist.get_rank(self.shard.group)} has {self.shard.width} columns of the logits and another "
+            "process a different number",
+            f"Pass widths, a list of {len(self.shard.widths)} numbers that is the same in every process",
         )
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from troll.errors import InputError
+from troll.errors import InputError, require_choice
+from troll.inputs import (
+    describe,
+    require_count,
+    require_integers,
+    require_positive,
+    require_same_device,
+    require_tensor,
+)
 
 if TYPE_CHECKING:
     from troll.policy.packed import PackedPolicy
@@ -127,29 +134,43 @@ class SparsePolicy:
 
 def check_temperature(temperature: float) -> None:
     """Refuse a temperature that is not a positive number."""
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise InputError(
-            f"Got temperature={temperature}, expected a number > 0", "Pass the temperature the rollout was sampled with"
-        )
+    require_positive("temperature", temperature, "Pass the temperature at which the rollout was sampled")
+
+
+def require_policy(name: str, policy: object, fix: str) -> None:
+    """Refuse what is not a ``SparsePolicy``, such as logits; ``fix`` says how to make one."""
+    if not isinstance(policy, SparsePolicy):
+        if type(policy).__name__ == "PackedPolicy":
+            fix = f"Pass {name}.unpack()"
+        raise InputError(f"{name} must be a SparsePolicy, got {describe(policy)}", fix)
 
 
 def _check_form(policy: SparsePolicy) -> None:
     ids, log_probs, log_tail = policy.token_ids, policy.log_probs, policy.log_tail
+    made = "troll.sparsify(logits, sampled) makes token_ids, log_probs and log_tail"
+    require_integers("token_ids", ids, "[..., K]", made)
+    require_tensor("log_probs", log_probs, "[..., K]", made)
+    require_tensor("log_tail", log_tail, "[...]", made)
     if ids.shape != log_probs.shape or ids.shape[:-1] != log_tail.shape or ids.dim() == 0 or ids.shape[-1] == 0:
         raise InputError(
-            f"Got token_ids {list(ids.shape)}, log_probs {list(log_probs.shape)}, log_tail {list(log_tail.shape)}"
-            ", expected shapes [..., K], [..., K] and [...] with K ≥ 1",
-            "Use troll.sparsify(logits, sampled), which makes all three",
+            "token_ids, log_probs and log_tail must have the shapes [..., K], [..., K] and [...] with K ≥ 1, got "
+            f"{list(ids.shape)}, {list(log_probs.shape)} and {list(log_tail.shape)}",
+            made,
         )
     if ids.dtype != torch.int64:
-        raise InputError(f"Got token_ids of {ids.dtype}, expected int64", "Pass token_ids.long()")
+        raise InputError(f"token_ids must be int64, got {ids.dtype}", "Pass token_ids.long()")
     if log_probs.dtype not in (torch.float32, torch.float64) or log_tail.dtype != log_probs.dtype:
         raise InputError(
-            f"Got log_probs of {log_probs.dtype}, log_tail of {log_tail.dtype}"
-            ", expected float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
+            "log_probs and log_tail must both be float32 or both float64 (half precision cannot resolve a KL below "
+            f"2e-5), got {log_probs.dtype} and {log_tail.dtype}",
             "Take the log-softmax in float32: logits.float().log_softmax(-1)",
         )
+    require_same_device("log_probs", log_probs, "token_ids", ids)
+    require_same_device("log_probs", log_probs, "log_tail", log_tail)
+    require_count("vocab_size", policy.vocab_size, "Pass the vocabulary size of the model that made the logits")
     check_temperature(policy.temperature)
+    if policy.made_by is not None:
+        require_choice("made_by", policy.made_by, get_args(MadeBy))
 
 
 def _check_content(policy: SparsePolicy) -> None:
@@ -161,29 +182,39 @@ def _check_content(policy: SparsePolicy) -> None:
     problems: list[tuple[Tensor, str, str]] = [
         (
             ((ids < _PAD) | (ids >= policy.vocab_size)).any(-1),
-            f"token ids from 0 to {policy.vocab_size - 1} (vocab_size={policy.vocab_size}), −1 in unused slots",
-            "the vocabulary size of the model that made the logits, and ids of its own tokenizer",
+            f"token_ids must be from 0 to vocab_size − 1 = {policy.vocab_size - 1}, or −1 in unused slots",
+            "Pass the vocabulary size of the model that made the logits, and ids of its own tokenizer",
         ),
-        (repeated, "every token id at most once in a position", "merging repeated ids before building the policy"),
+        (
+            repeated,
+            "token_ids must have every token at most once in a position",
+            "Merge repeated tokens before you build the policy",
+        ),
         (
             used.any(-1) & ~used[..., 0],
-            "the sampled token in slot 0",
-            "troll.sparsify(logits, sampled), which always keeps it",
+            "token_ids must have the sampled token in slot 0",
+            "Use troll.sparsify(logits, sampled), which always keeps it there",
         ),
-        ((used != (log_probs > -torch.inf)).any(-1), "−inf exactly in the unused slots", "troll.sparsify"),
+        (
+            (used != (log_probs > -torch.inf)).any(-1),
+            "log_probs must be −inf in the unused slots (token_ids −1) and only there",
+            "Use troll.sparsify(logits, sampled), or set both in the same slots",
+        ),
         (
             ~((mass - 1).abs() <= _MASS_TOLERANCE),
-            "kept and dropped probability that sum to 1",
-            "log-probabilities of the full softmax, and log_tail = log(1 − Σ kept)",
+            "the probabilities exp(log_probs) and exp(log_tail) must sum to 1",
+            "Pass log-probabilities of the full softmax, and log_tail = log(1 − Σ exp(log_probs))",
         ),
     ]
     if not bool(torch.stack([bad.any() for bad, _, _ in problems]).any()):  # one transfer from the device
         return
-    for bad, expected, hint in problems:
+    for bad, rule, fix in problems:
         if bool(bad.any()):
             at = tuple(bad.nonzero()[0].tolist())
-            given = f"position {list(at)} with token_ids {_brief(ids[at])}, log_probs {_brief(log_probs[at])}"
-            raise InputError(f"Got {given}, log_tail {float(log_tail[at]):.4g}, expected {expected}", f"Try {hint}")
+            given = (
+                f"token_ids {_brief(ids[at])}, log_probs {_brief(log_probs[at])}, log_tail {float(log_tail[at]):.4g}"
+            )
+            raise InputError(f"{rule}, got {given} at position {list(at)}", fix)
 
 
 def _brief(row: Tensor) -> str:

@@ -13,8 +13,16 @@ from torch.autograd.function import once_differentiable
 from troll.deferred import DeferredCheck, check_or_defer
 from troll.errors import InputError, require_choice
 from troll.implementation import Choice, Impl
+from troll.inputs import (
+    require_count,
+    require_floats,
+    require_integers,
+    require_number,
+    require_same_device,
+    require_tensor,
+)
 from troll.policy.scoring import LogitTransform, MostProbable, Scores, Upstream, choose_for, gradient, score
-from troll.policy.sparse import MadeBy, SparsePolicy, check_temperature
+from troll.policy.sparse import MadeBy, SparsePolicy, check_temperature, require_policy
 
 OnInvalid = Literal["raise", "mask"]
 MAX_SUPPORT = 64
@@ -71,25 +79,31 @@ def restrict(
     token that became impossible leaves the support; its mass, zero, joins the tail. Arguments as for ``sparsify``;
     positions that ``old`` masks out stay masked out.
     """
-    rows = _Rows(logits, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid)
+    require_old(old)
+    rows = _Rows(logits, old.sampled, old.temperature, loss_mask, on_invalid, skip=~old.valid, origin="old")
     check_vocabulary(rows.vocab_size, old.vocab_size)
     return rows.policy(old.token_ids.reshape(-1, old.token_ids.shape[-1]), impl)
 
 
 def check_support(max_support: int, tail_mass: float) -> None:
     """Refuse a support that no policy can have."""
-    if max_support < 1:
-        raise InputError(f"Got max_support={max_support}, expected at least 1 token", "The default is 64")
-    if not 0 <= tail_mass < 1:
-        raise InputError(f"Got tail_mass={tail_mass}, expected 0 ≤ tail_mass < 1", "The default is 1e-5")
+    require_count("max_support", max_support, f"The default is {MAX_SUPPORT}")
+    require_number(
+        "tail_mass", tail_mass, "a number ≥ 0 and < 1", lambda x: 0 <= x < 1, f"The default is {TAIL_MASS:g}"
+    )
+
+
+def require_old(old: object) -> None:
+    """Refuse what is not an old policy."""
+    require_policy("old", old, "Make it with troll.sparsify(old_logits, sampled)")
 
 
 def check_vocabulary(given: int, old: int) -> None:
     """Refuse logits over another vocabulary than the old policy's."""
     if given != old:
         raise InputError(
-            f"Got logits over {given} tokens and an old policy over {old}, expected the same vocabulary",
-            "Score both with the same model (and the same padding of its embedding)",
+            f"the logits and the old policy must have the same vocabulary, got {given} and {old} tokens",
+            "Score both with the same model, with the same padding of its embedding",
         )
 
 
@@ -98,7 +112,10 @@ def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class Positions:
-    """Positions flattened to rows: which count, and what was sampled there."""
+    """Positions flattened to rows: which count, and what was sampled there.
+
+    ``origin`` is the argument that the sampled tokens come from, for messages.
+    """
 
     def __init__(
         self,
@@ -108,20 +125,20 @@ class Positions:
         loss_mask: Tensor | None,
         on_invalid: OnInvalid,
         skip: Tensor | None = None,
+        origin: str = "sampled",
     ) -> None:
-        if sampled.is_floating_point() or sampled.is_complex() or sampled.dtype == torch.bool:
-            raise InputError(
-                f"Got sampled of {sampled.dtype}, expected integers", "Pass the sampled token ids, as sampled.long()"
-            )
-        if loss_mask is not None and loss_mask.shape != sampled.shape:
-            raise InputError(
-                f"Got loss_mask {list(loss_mask.shape)} for positions {list(sampled.shape)}"
-                ", expected one entry per position",
-                "Pass the mask of the completion tokens, aligned with the sampled tokens",
-            )
+        require_integers(origin, sampled, "[...]", "Pass the ids of the sampled tokens, as integers")
+        if loss_mask is not None:
+            require_tensor("loss_mask", loss_mask, "[...], one entry per position")
+            if loss_mask.shape != sampled.shape:
+                raise InputError(
+                    f"loss_mask must have the shape of {origin}, {list(sampled.shape)}, got {list(loss_mask.shape)}",
+                    "Pass the mask of the completion tokens, shifted and cut as the sampled tokens are",
+                )
+            require_same_device(origin, sampled, "loss_mask", loss_mask)
         require_choice("on_invalid", on_invalid, ("raise", "mask"))
         check_temperature(temperature)
-        self.shape = sampled.shape
+        self.shape, self.origin = sampled.shape, origin
         self.vocab_size = vocab_size
         self.counted: Tensor | None = None
         """[N] which rows count; None where all do."""
@@ -135,12 +152,12 @@ class Positions:
         self.on_invalid = on_invalid
 
     def check_ids(self) -> None:
-        """Refuse sampled tokens that are none of the vocabulary."""
+        """Refuse sampled tokens that are not in the vocabulary."""
         bad = (self.sampled < 0) | (self.sampled >= self.vocab_size)
         if not torch.compiler.is_compiling() and bool(bad.any()):
             raise InputError(
-                f"Got sampled token {int(self.sampled[bad][0])} at position {self._name(bad)}"
-                f", expected ids from 0 to {self.vocab_size - 1}",
+                f"sampled must have ids from 0 to {self.vocab_size - 1}, got token {int(self.sampled[bad][0])} at "
+                f"position {self._name(bad)}",
                 "Use the tokenizer of this model, and exclude padding positions with loss_mask",
             )
 
@@ -160,15 +177,15 @@ class Positions:
         culprit = (~(z < torch.inf)).nonzero().flatten().tolist()
         if not culprit and math.isfinite(float(z.max())):
             raise InputError(
-                f"Got sampled token {int(self.sampled[row])} with logit −inf at position {self._name(bad)}"
-                ", expected a sampled token that can be sampled",
+                f"sampled must have tokens that can be sampled, got token {int(self.sampled[row])} with logit −inf at "
+                f"position {self._name(bad)}",
                 "Score without top-k, top-p or min-p truncation, and align the sampled ids with the logits",
             )
         what = f"logit {float(z[culprit[0]])} of token {culprit[0]}" if culprit else "only −inf logits"
         raise InputError(
-            f"Got {what} at position {self._name(bad)} ({int(bad.sum())} such positions)"
-            ", expected finite logits, or −inf for tokens that are excluded",
-            "Lower the learning rate, or pass on_invalid='mask' to leave such positions out and count them",
+            f"logits must be finite, or −inf for excluded tokens, got {what} at position {self._name(bad)} "
+            f"({int(bad.sum())} such positions)",
+            "Lower the learning rate if training diverged, or pass on_invalid='mask' to leave such positions out",
         )
 
     def _name(self, bad: Tensor) -> list[int]:
@@ -186,17 +203,18 @@ class _Rows(Positions):
         loss_mask: Tensor | None,
         on_invalid: OnInvalid,
         skip: Tensor | None = None,
+        origin: str = "sampled",
     ) -> None:
-        if not logits.is_floating_point():
-            raise InputError(
-                f"Got logits of {logits.dtype}, expected a floating type", "Pass the model's output logits"
-            )
+        require_floats("logits", logits, "[..., V]", "Pass the logits of the model, such as model(input_ids).logits")
+        require_tensor("sampled", sampled, "[...]", "Pass the ids of the sampled tokens")
         if logits.dim() < 1 or logits.shape[-1] < 1 or sampled.shape != logits.shape[:-1]:
             raise InputError(
-                f"Got logits {list(logits.shape)} and sampled {list(sampled.shape)}, expected [..., V] and [...]",
+                f"logits must have shape [..., V] where {origin} has shape [...], got {list(logits.shape)} and "
+                f"{list(sampled.shape)}",
                 "Pass logits that predict the sampled tokens: logits[:, :-1] and input_ids[:, 1:]",
             )
-        super().__init__(logits.shape[-1], sampled, temperature, loss_mask, on_invalid, skip)
+        require_same_device("logits", logits, origin, sampled)
+        super().__init__(logits.shape[-1], sampled, temperature, loss_mask, on_invalid, skip, origin)
         self.logits = logits.reshape(-1, logits.shape[-1]) if sampled.dim() != 1 else logits
 
     def policy(self, support: MostProbable | Tensor, impl: Impl) -> SparsePolicy:

@@ -1,6 +1,6 @@
 """(proposal, old) → the projected policy. The README of this folder derives what is computed here."""
 
-from troll.projection.checks import KL_BOUND, check_kl_bound, check_lost_mass
+from troll.projection.checks import KL_BOUND, check_kl_bound, check_lost_mass, check_max_lost_mass
 from troll.projection.ops import kernel_cannot
 from troll.projection.project import (
     MAX_LOST_MASS,
@@ -20,6 +20,7 @@ __all__ = [
     "Solver",
     "check_kl_bound",
     "check_lost_mass",
+    "check_max_lost_mass",
     "expand_bound",
     "kernel_cannot",
     "project",

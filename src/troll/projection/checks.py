@@ -1,14 +1,14 @@
-"""What ``project`` refuses, with a sentence that helps."""
+"""Checks of what ``project`` is given."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from troll.errors import InputError
+from troll.inputs import describe, require_floats, require_number, require_same_device, require_tensor
 
 KL_BOUND = 0.2
 """ε, the radius of the trust region wherever none is given: faster than the paper's 0.05 on three tasks of four, and as
@@ -17,24 +17,45 @@ _NORM_TOLERANCE = 1e-3
 
 
 def check_kl_bound(kl_bound: float | Tensor) -> None:
-    """Refuse a bound that is negative or NaN."""
+    """Refuse a bound that is negative, NaN or not a number."""
     if isinstance(kl_bound, Tensor):
+        require_bound_type(kl_bound)
         if torch.compiler.is_compiling() or not bool((~(kl_bound >= 0)).any()):
             return
         kl_bound = float(kl_bound[~(kl_bound >= 0)].flatten()[0])
-    if math.isnan(kl_bound) or kl_bound < 0:
-        raise InputError(
-            f"kl_bound must be a number ≥ 0, got {kl_bound}", f"The default is {KL_BOUND}; the paper uses 0.05"
+    require_number(
+        "kl_bound", kl_bound, "a number ≥ 0", lambda x: x >= 0, f"The default is {KL_BOUND}; the paper uses 0.05"
+    )
+
+
+def require_bound_type(kl_bound: Tensor) -> None:
+    """Refuse a tensor that cannot be a bound, by its type alone."""
+    require_tensor("kl_bound", kl_bound, "with one number per position")
+    if kl_bound.dtype == torch.bool:
+        raise InputError("kl_bound must be numbers ≥ 0, got a tensor of bool", f"The default is {KL_BOUND}")
+
+
+def check_tensors(proposal: object, old: object) -> None:
+    """Refuse what is not two tensors of log-probabilities on one device."""
+    for name, x in (("proposal", proposal), ("old", old)):
+        if type(x).__name__ in ("SparsePolicy", "PackedPolicy"):
+            raise InputError(
+                f"{name} must be a tensor of log-probabilities [..., K], got {describe(x)}",
+                "Use troll.constrain(proposal, old, kl_bound), which projects sparse policies",
+            )
+        require_floats(
+            name, x, "of log-probabilities [..., K]", "Pass float32 log-probabilities: logits.float().log_softmax(-1)"
         )
+    require_same_device("proposal", cast(Tensor, proposal), "old", cast(Tensor, old))
 
 
 def check_shapes(proposal: Tensor, old: Tensor) -> None:
-    """Refuse rows that do not belong together."""
+    """Refuse rows of different shapes."""
     if proposal.shape != old.shape or proposal.dim() == 0 or proposal.shape[-1] == 0:
         raise InputError(
-            f"Got proposal {list(proposal.shape)} and old {list(old.shape)}"
-            ", expected the same shape [..., K] with K ≥ 1",
-            "Use troll.policy.align, which brings two sparse policies onto one support",
+            f"proposal and old must have the same shape [..., K] with K ≥ 1, got {list(proposal.shape)} and "
+            f"{list(old.shape)}",
+            "Pass log-probabilities of the same tokens; for sparse policies use troll.constrain",
         )
 
 
@@ -42,13 +63,13 @@ def check_types(proposal: Tensor, old: Tensor) -> None:
     """Refuse other precisions, and an old policy that is not constant."""
     if proposal.dtype not in (torch.float32, torch.float64) or proposal.dtype != old.dtype:
         raise InputError(
-            f"Got proposal of {proposal.dtype}, old of {old.dtype}"
-            ", expected float32 or float64, both the same (half precision cannot resolve a KL below 2e-5)",
-            "Use logits.float().log_softmax(-1)",
+            "proposal and old must both be float32 or both float64 (half precision cannot resolve a KL below 2e-5), "
+            f"got {proposal.dtype} and {old.dtype}",
+            "Use logits.float().log_softmax(-1) for both",
         )
     if old.requires_grad:
         raise InputError(
-            "Got an old policy that requires gradient, expected a constant",
+            "old must be a constant, got log-probabilities that require gradient",
             "Score it under torch.no_grad(), or pass old.detach()",
         )
 
@@ -61,12 +82,18 @@ def _log_norm(x: Tensor) -> Tensor:
 
 def check_lost_mass(lost: Tensor, max_lost_mass: float) -> None:
     """Refuse a proposal that has, on average over these positions, too much mass where the old policy has none."""
+    check_max_lost_mass(max_lost_mass)
     if bool(lost.sum() > max_lost_mass * max(1, lost.numel())):
         raise InputError(
-            f"Got a proposal with {float(lost.mean()):.3g} of its mass, on average, on tokens the old one excludes, "
-            f"expected at most max_lost_mass={max_lost_mass}",
+            f"the proposal has on average {float(lost.mean()):.3g} of its probability on tokens that the old policy "
+            f"excludes, more than max_lost_mass={max_lost_mass}",
             "Score both policies without top-k, top-p or min-p truncation, or truncate both to the same tokens",
         )
+
+
+def check_max_lost_mass(max_lost_mass: float) -> None:
+    """Refuse a limit that is negative, NaN or not a number."""
+    require_number("max_lost_mass", max_lost_mass, "a number ≥ 0", lambda x: x >= 0, "The default is 0.1")
 
 
 def jagged_rows(proposal: Any, old: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,8 +105,8 @@ def jagged_rows(proposal: Any, old: Any) -> tuple[Tensor, Tensor, Tensor]:
         if offsets is other or torch.equal(offsets, other):
             return proposal.values(), old.values(), offsets
     raise InputError(
-        f"Got proposal {_form(proposal)} and old {_form(old)}"
-        ", expected two dense tensors, or two jagged ones [N, *] with the same offsets",
+        "proposal and old must be two dense tensors, or two jagged ones [N, *] with the same offsets, got "
+        f"{_form(proposal)} and {_form(old)}",
         "Use torch.nested.nested_tensor_from_jagged(values, offsets) for both",
     )
 
@@ -119,14 +146,14 @@ def _refuse_content(proposal: Tensor, old: Tensor, norms: list[Tensor]) -> None:
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             raise InputError(
-                f"Got {name} with log-probability {float(x[tuple(at)])} at position {at[:-1]}, token {at[-1]}"
-                ", expected log-probabilities: finite, or −inf for excluded tokens",
-                "Mask that position out before the projection, and find out why its logits are NaN or inf",
+                f"{name} must be finite, or −inf for excluded tokens, got {float(x[tuple(at)])} at position {at[:-1]}, "
+                f"token {at[-1]}",
+                "Leave that position out before the projection, and find out why its logits are NaN or inf",
             )
         if bool(unnormalised.any()):
             at = unnormalised.nonzero()[0].tolist()
             raise InputError(
-                f"Got {name} whose probabilities sum to {float(norm[tuple(at)].exp()):.6g} at position {at}"
-                ", expected log-probabilities that are normalised over the support",
+                f"{name} must be log-probabilities that sum to 1, got a sum of {float(norm[tuple(at)].exp()):.6g} at "
+                f"position {at}",
                 "Use torch.log_softmax(logits, dim=-1)",
             )

@@ -14,9 +14,12 @@ from troll.projection.checks import (
     check_content,
     check_kl_bound,
     check_lost_mass,
+    check_max_lost_mass,
     check_shapes,
+    check_tensors,
     check_types,
     jagged_rows,
+    require_bound_type,
 )
 from troll.projection.geodesic import solver_dtype
 from troll.projection.ops import SOLVERS, pad, project_rows, unpad
@@ -84,6 +87,8 @@ def project(
     the README of this folder.
     """
     require_choice("impl", impl, get_args(Impl))
+    check_tensors(proposal, old)
+    check_max_lost_mass(max_lost_mass)
     if proposal.is_nested or old.is_nested:
         return _project_jagged(proposal, old, kl_bound, solver, max_lost_mass, impl)
     check_shapes(proposal, old)
@@ -180,12 +185,13 @@ def expand_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -> T
     """One number or one per position → one per position [...], in the solver's precision, where ``like`` is."""
     dtype = solver_dtype(like)
     if isinstance(kl_bound, Tensor):
+        require_bound_type(kl_bound)
         bound = kl_bound.detach().to(like.device, dtype)
     else:
         bound = torch.full((), kl_bound, dtype=dtype, device=like.device)
     if bound.shape not in (torch.Size(), shape):
         raise InputError(
-            f"Got kl_bound {list(bound.shape)} for positions {list(shape)}, expected one number, or one per position",
+            f"kl_bound must be one number or one per position, shape {list(shape)}, got {list(bound.shape)}",
             "Pass a float, or a tensor with one bound per position",
         )
     return bound.expand(shape)
