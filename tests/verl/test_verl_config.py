@@ -22,7 +22,7 @@ from verl.workers.config import HFModelConfig
 import troll.verl as adapter
 from troll.errors import InputError
 from troll.objective import PRESETS, Preset
-from troll.verl import config, trl_compat
+from troll.verl import config, engine
 from troll.verl.loss import options_of
 
 GROUP = "hydra.searchpath=[pkg://troll.verl.configs]"
@@ -207,12 +207,12 @@ def test_verl_looks_for_the_class_and_not_for_trl(
             raise ImportError(name)
         return type("Module", (), {"AutoModelForCausalLMWithValueHead": None} if modules[name] else {})
 
-    monkeypatch.setattr(trl_compat, "import_module", imported)
-    look: Callable[[], bool] = trl_compat.has_value_head.__wrapped__
+    monkeypatch.setattr(engine, "import_module", imported)
+    look: Callable[[], bool] = engine.has_value_head.__wrapped__
     assert look() is has
 
 
 def test_verl_asks_us() -> None:
     from verl.models.transformers import monkey_patch
 
-    assert monkey_patch.is_trl_available is trl_compat.has_value_head
+    assert monkey_patch.is_trl_available is engine.has_value_head

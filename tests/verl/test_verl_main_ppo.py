@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from trl.trainer.utils import nanstd
 from verl_support import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")]
@@ -55,7 +59,9 @@ def check_trust_region(run: runs.Run) -> None:
 def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[runs.Run]:
     """Two ranks, a reference policy, four updates on a rollout: seven steps of a run that would go on for long."""
     settings = {**FOUR_UPDATES, "actor_rollout_ref.actor.use_kl_loss": True, "trainer.total_training_steps": 1000}
-    with runs.started(tmp_path_factory.mktemp("sync"), *TROLL, settings=settings) as run:
+    folder = tmp_path_factory.mktemp("sync")
+    settings["trainer.rollout_data_dir"] = str(folder / "rollouts")
+    with runs.started(folder, *TROLL, settings=settings) as run:
         run.wait_for_step(7, HANGS)
         yield run
 
@@ -81,6 +87,22 @@ def test_the_reward_rises(synchronous: runs.Run) -> None:
     rewards = synchronous.logged("critic/score/mean")
     assert rewards[0] < 0.2
     assert rewards[-1] > 0.5
+
+
+def test_the_spread_of_the_rewards_is_that_of_verls_own_rollouts(synchronous: runs.Run) -> None:
+    """verl writes every completion with its score; from these, TRL's own function gives the two metrics."""
+    for step in (1, 4, 7):
+        dumped = synchronous.folder / "rollouts" / f"{step}.jsonl"
+        rows = [json.loads(line) for line in dumped.read_text().splitlines()]
+        groups: dict[str, list[float]] = defaultdict(list)
+        for row in rows:
+            groups[row["uid"].rsplit("_", 2)[0]].append(row["score"])
+        scores = torch.tensor(list(groups.values()))
+        assert scores.shape == (16, 8)
+        logged = synchronous.steps[step - 1]
+        assert logged["critic/score/std"] == pytest.approx(float(nanstd(scores)), rel=1e-5)
+        same = torch.isclose(nanstd(scores, dim=1), torch.zeros(16))
+        assert logged["critic/score/frac_zero_std"] == float(same.float().mean())
 
 
 def test_a_killed_worker_ends_the_run_with_an_error(synchronous: runs.Run) -> None:

@@ -12,14 +12,17 @@ import torch
 import trl_cases
 import verl_cases
 from tensordict import TensorDict
+from trl.trainer.utils import nanstd
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
 import troll
+from troll.lab.verl.metrics import NAMES
 from troll.objective import constrain, ratios, summarise, token_stats
 from troll.verl import TrollPolicyLossConfig
+from troll.verl.driver import reward_spread
 from troll.verl.loss import PREFIX, TrustRegionLoss
 from troll.verl.transport import OLD_POLICY, Positions, write
 
@@ -27,8 +30,6 @@ V, K, BOUND = 260, 8, 0.02
 STORED = Path(__file__).parents[1] / "lab" / "report" / "rules" / "runs" / "verl-troll"
 
 ONLY_TRL = {
-    "reward_std": "verl logs no deviation of the scores",
-    "frac_reward_zero_std": "verl logs nothing per group of completions",
     "completions/mean_terminated_length": "verl logs lengths of all completions alone",
     "completions/min_terminated_length": "verl logs lengths of all completions alone",
     "completions/max_terminated_length": "verl logs lengths of all completions alone",
@@ -159,6 +160,44 @@ def test_unconverged_tokens_are_added_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert through_verl(rollout, SHARES, "token")["unconverged_tokens"] == rollout.tokens
 
 
+# ------------------------------------------------------------------ the spread of the rewards
+
+
+def keyed(groups: list[list[float]]) -> dict[str, float]:
+    """With the keys of TransferQueue: prompt, session, output."""
+    return {f"a_b{i}_{j}_0": score for i, group in enumerate(groups) for j, score in enumerate(group)}
+
+
+@pytest.mark.parametrize(
+    ("groups", "equal"),
+    [
+        ([[0, 1, 1, 0], [1, 1, 1, 1]], 0.5),
+        ([[0.1] * 3, [0.2] * 3], 1.0),
+        ([[0, 1], [2, 3], [0.5, 0.5 + 1e-6]], 0.0),
+        ([[1, 1, 1], [0, 1]], 0.6),  # of the completions, as in TRL
+        ([[1, 1], [0]], 1.0),  # a group of one is not compared
+    ],
+)
+def test_the_spread_of_rewards_is_TRLs(groups: list[list[float]], equal: float) -> None:
+    found = reward_spread(keyed(groups))
+    every = torch.tensor([score for group in groups for score in group], dtype=torch.float64)
+    assert found["critic/score/std"] == pytest.approx(float(nanstd(every)), rel=1e-6)  # its correction is fp32
+    assert found["critic/score/frac_zero_std"] == equal
+    rows = torch.tensor([group for group in groups if len(group) == len(groups[0])], dtype=torch.float64)
+    if len(rows) == len(groups):
+        assert equal == float(torch.isclose(nanstd(rows, dim=1), torch.zeros(1).double()).float().mean())
+
+
+def test_without_groups_there_is_no_fraction() -> None:
+    assert reward_spread(keyed([[0.0], [1.0]])) == {"critic/score/std": pytest.approx(0.5**0.5)}
+    assert reward_spread(keyed([[0.0]])) == reward_spread({}) == {}
+
+
+def test_of_a_session_the_last_output_counts() -> None:
+    scores = {"p_0_0": 5.0, "p_0_10": 1.0, "p_0_9": 7.0, "p_1_0": 1.0}
+    assert reward_spread(scores) == {"critic/score/std": 0.0, "critic/score/frac_zero_std": 1.0}
+
+
 # ------------------------------------------------------------------ names
 
 
@@ -170,6 +209,7 @@ def test_verl_logs_what_TRL_logs(tmp_path: Path) -> None:
     by_trl = {name for line in lines for name in line} | {"step"}
     stored = [json.loads(line) for line in (STORED / "metrics.jsonl").read_text().splitlines()]
     by_verl = {name for line in stored if "loss" in line for name in line}
+    by_verl |= {NAMES[name] for name in reward_spread(keyed([[0.0, 1.0]]))}  # the stored run is older than these two
     assert by_trl - by_verl == ONLY_TRL.keys()
     assert by_verl - by_trl == ONLY_VERL.keys()
     ours = {f"troll/{name}" for name in through_verl(Rollout(), SHARES, "token")}

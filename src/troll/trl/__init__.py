@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
     try:
         import trl  # noqa: F401
     except ImportError as error:
-        raise ImportError("troll.trl needs TRL: pip install 'troll-rl[trl]'") from error
+        raise ImportError("troll.trl needs TRL. In a clone of troll, run: pip install -e '.[trl]'") from error
     from troll.trl import contract
 
     contract.check()

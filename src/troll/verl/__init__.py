@@ -13,7 +13,7 @@ reference KL, entropy bonus, advantages, logging and checkpoints are verl's.
 try:
     import verl as _verl  # noqa: F401
 except ImportError as error:
-    raise ImportError("troll.verl needs verl. Install it with: pip install 'troll-rl[verl]'") from error
+    raise ImportError("troll.verl needs verl. In a clone of troll, run: pip install -e '.[verl]'") from error
 
 from troll.verl import contract as _contract
 
@@ -21,7 +21,6 @@ _contract.check(_contract.CONFIG, _contract.LOSS, _contract.ENGINE, _contract.TR
 
 from verl.workers import engine as _engines  # noqa: E402
 
-from troll.verl import trl_compat as _trl_compat  # noqa: E402, F401
 from troll.verl.config import TrollFSDPEngineConfig, TrollMcoreEngineConfig, TrollPolicyLossConfig  # noqa: E402
 from troll.verl.engine import TrollFSDPEngine  # noqa: E402
 

@@ -72,12 +72,15 @@ MEGATRON: Contract = {
     f"{_MEGATRON}.tf_config": ATTRIBUTE,
 }
 """Checked where Megatron is installed."""
-AGENT_LOOP_MANAGER: Contract = {
+DRIVER: Contract = {
     "verl.trainer.ppo.v1:AgentLoopManagerTQ": EXISTS,
     "verl.trainer.ppo.v1:AgentLoopManagerTQ._init_agent_loop_workers": "self",
     "verl.trainer.ppo.v1:AgentLoopManagerTQ.agent_loop_workers": ATTRIBUTE,
+    "verl.trainer.ppo.v1:PPOTrainer": EXISTS,
+    "verl.trainer.ppo.v1:PPOTrainer._compute_metrics": "self, batch, metrics, timing_raw, global_steps, epoch",
+    "transfer_queue:kv_batch_get": "keys, partition_id, select_fields",
 }
-"""Checked by ``worker_watchdog``: importing verl's trainer takes seconds, and workers do not need it."""
+"""Checked by ``driver``: importing verl's trainer takes seconds, and workers do not need it."""
 AGENT_LOOP: Contract = {
     "verl.experimental.agent_loop.agent_loop:AgentLoopOutput": EXISTS,
     _SINGLE_TURN: EXISTS,

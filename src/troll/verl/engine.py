@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from verl.models.transformers import monkey_patch
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import ulysses_pad_and_slice_inputs
 from verl.workers.engine import BaseEngine, EngineRegistry
@@ -158,3 +161,26 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             "actor.pad_to_length=True: verl's hook for logits does not support this padding",
             "Set actor_rollout_ref.actor.pad_to_length=False, the default",
         )
+
+
+# ---------------------------------------------------------------------- models in an environment with a recent TRL
+
+
+@cache
+def has_value_head() -> bool:
+    """Whether TRL has the class that verl patches, in one of the two modules verl imports it from.
+
+    verl 0.9 patches TRL's ``AutoModelForCausalLMWithValueHead`` whenever TRL is installed. Recent versions of TRL no
+    longer have that class, so that verl fails with an ``ImportError`` for every model. ``troll train --engine verl``
+    needs both packages in one environment: it takes its flags from TRL's configuration.
+    """
+    for name in ("trl.experimental.ppo", "trl"):
+        try:
+            import_module(name).AutoModelForCausalLMWithValueHead  # noqa: B018
+        except (ImportError, AttributeError):
+            continue
+        return True
+    return False
+
+
+monkey_patch.is_trl_available = has_value_head  # "is TRL installed?" becomes "does TRL have that class?"

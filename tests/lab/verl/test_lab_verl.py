@@ -178,7 +178,8 @@ def test_arms_differ_in_the_loss_alone(region: str, level: str):
     common = (*AUTHORS, "--importance_sampling_level", level, "--epsilon", "0.1", "--epsilon_high", "0.3")
     troll, other = told(*common), told(*common, "--trust_region", region)
     assert troll.keys() - other.keys() == TROLLS
-    assert other.keys() - troll.keys() == CLIPS | {f"{LOSS}.loss_mode"}
+    watchdog = f"{ROLLOUT}.agent.agent_loop_manager_class"  # +trust_region=troll has it, too
+    assert other.keys() - troll.keys() == CLIPS | {f"{LOSS}.loss_mode", watchdog}
     assert {name: troll[name] for name in troll.keys() & other.keys()} == {
         name: other[name] for name in troll.keys() & other.keys()
     }
@@ -890,6 +891,8 @@ def verl_line(step: int, **data: float) -> dict[str, Any]:
     """With the names that verl 0.9.1 logs."""
     usual = {
         "critic/score/mean": 0.25,
+        "critic/score/std": 0.4,
+        "critic/score/frac_zero_std": 0.125,
         "critic/rewards/mean": 0.2,
         "actor/pg_loss": -0.5,
         "actor/grad_norm": 2.0,
@@ -922,6 +925,8 @@ def test_a_line_of_verl_is_a_line_of_a_run():
         "step": 24,
         "seconds": 10.0,
         "reward": 0.25,
+        "reward_std": 0.4,
+        "frac_reward_zero_std": 0.125,
         "loss": -0.5,
         "grad_norm": 2.0,
         "learning_rate": 1e-6,

@@ -21,6 +21,8 @@ from troll.objective import reduction
 
 NAMES = {  # verl's name → name in docs/metrics.md
     "critic/score/mean": "reward",
+    "critic/score/std": "reward_std",  # these two by troll.verl.driver
+    "critic/score/frac_zero_std": "frac_reward_zero_std",
     "actor/pg_loss": "loss",
     "actor/grad_norm": "grad_norm",
     "actor/lr": "learning_rate",
