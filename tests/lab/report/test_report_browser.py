@@ -205,7 +205,7 @@ def test_the_slider_chooses_the_update(browser, run):
         assert steps.nth(7).is_visible()
         page.locator(".chooser input").fill("0")
         assert steps.first.is_visible()
-        assert page.locator(".chooser output").inner_text() == "Update 1, number 1 on its rollout"
+        assert page.locator(".chooser output").inner_text() == "Update 1 (update 1 of its rollout)"
         assert page.locator(".step:not([hidden])").count() == 1
 
 

@@ -134,6 +134,17 @@ def test_names_at_the_ends_of_lines_do_not_touch():
     assert max(places.values()) <= ax.bbox.height * 72 / ax.figure.dpi + 1e-6
 
 
+def test_a_label_stands_where_its_line_ends_on_axes_that_scale_by_themselves() -> None:
+    with style():
+        _, (ax,) = panels(SMALL, ["x"], labels=4)
+        ax.plot([0, 1], [100.0, 200.0])
+        label_ends(ax, SMALL, [End(120.0, "low", "ink"), End(200.0, "high", "ink")])
+        places = {text.get_text(): text.get_position()[1] for text in ax.texts}
+        low, high = ax.get_ylim()
+    assert places["low"] == pytest.approx((120 - low) / (high - low))
+    assert places["high"] == pytest.approx((200 - low) / (high - low))
+
+
 def test_the_page_gets_variables_for_colours_and_ids_of_its_own(run):
     made = [inline_svg(lambda e=entry: e.draw(run, e.size), name, entry.title) for name, entry in RUN_FIGURES.items()]
     ids = [i for svg in made for i in re.findall(r' id="([^"]+)"', svg)]

@@ -383,7 +383,7 @@ def test_a_real_verl_run(name: str, tmp_path: Path) -> None:
     missing = not_checked(folder)
     assert missing["sampler_mismatch"] == "the log has no sampling/sampling_logp_difference/mean"
     assert not {"far_outside", "projected", "kept_mass"} & missing.keys()
-    assert "Not checked: " in page_of(folder)
+    assert "Not checked Groups with equal rewards" in page_of(folder)
 
 
 def test_a_real_verl_run_far_outside_its_bound(tmp_path: Path) -> None:
@@ -445,3 +445,12 @@ def test_the_end_of_a_run_on_the_console(tmp_path: Path) -> None:
     assert conclusion(Run(adaptive))[-1].endswith("the bound adapts, starting from 0.05.")
     infinite = write(tmp_path / "z", settings={"kl_bound": float("inf")})  # JSON has no infinity
     assert conclusion(Run(infinite))[-1].endswith("largest 3, after projection 0.05.")
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [({"troll/projected_fraction": 0.0}, "No token was projected."), (COLUMNS, "No solver steps were recorded")],
+)
+def test_a_log_without_solver_steps_is_not_one_without_projected_tokens(tmp_path: Path, share: Any, text: str) -> None:
+    page = page_of(write(tmp_path / "x", columns=share))
+    assert f"Solver steps {text}" in page

@@ -86,7 +86,7 @@ def test_cards_say_what_was_measured(tmp_path):
     assert cards["held-out reward"].value == f"{run.evaluations[-1]['eval_reward']:.3f}"
     assert cards["tokens projected"].value == percent(float(np.mean(shares)))
     assert percent(max(shares)) in cards["tokens projected"].note
-    assert cards["largest KL, projected"].note == "the bound is 0.05"
+    assert cards["largest KL after projection"].note == "the bound is 0.05"
     first, second, third = narrator.lede(run.about, run.history)
     assert first.startswith("Held-out reward 0.460 (update 0) → ")
     assert first.endswith(f"{cards['held-out reward'].value} (update 100).")

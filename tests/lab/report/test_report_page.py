@@ -251,7 +251,7 @@ def test_a_comparison_has_its_table_and_verdicts(tmp_path):
             pair = f"TROLL, KL ≤ 0.05 against {cases.LABELS[verdict['b']]}: "
             said = (pair if verdict["says"] == "inconclusive" else "") + verdict["says"]
             gap, low, high = (digits(verdict[key]) for key in ("difference", "low", "high"))
-            assert f"{said} {gap}, from {low} to {high}: {verdict['because']}" in page.text
+            assert f"{said} Difference {gap} ({low} to {high}): {verdict['because']}" in page.text
     assert "Held-out accuracy, end: TROLL is better than clip ±0.2; TROLL is better than no trust region." in page.text
     assert [f"{label}, seed 0" in page.text for label in ("TROLL, KL ≤ 0.05", "clip ±0.2", "no trust region")] == [
         True

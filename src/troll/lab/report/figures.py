@@ -54,7 +54,7 @@ TIMES = ("generate", "reward", "score", "forward", "backward", "optimizer", "eva
 
 @dataclass(frozen=True)
 class Entry:
-    """A figure, its place on the page, and what is written below it."""
+    """A figure with its title, caption and size."""
 
     draw: Callable[..., Figure]
     title: str
@@ -113,7 +113,7 @@ def times(run: RunData, size: Size = PAPER) -> Figure:
 
 
 def _seconds(row: Line) -> list[float]:
-    """Of each of ``TIMES``; what has another name counts as other."""
+    """Seconds of each of ``TIMES``; unknown names count as other."""
     found = dict.fromkeys(TIMES, 0.0)
     for key, value in row.items():
         if key.startswith("time/"):
@@ -155,48 +155,47 @@ RUN_FIGURES: dict[str, Entry] = {
     "reward": Entry(
         reward,
         "Reward",
-        "Dots: mean reward of the completions of an update. Line: centred mean. Diamonds: problems never trained on.",
+        "Dots: mean reward of each rollout. Line: running mean. Diamonds: held-out problems, which are not trained on.",
         LARGE,
     ),
-    "entropy": Entry(
-        entropy, "Entropy", "A steady fall to zero is a collapse: the policy always answers the same.", TALL
-    ),
+    "entropy": Entry(entropy, "Entropy", "At zero the policy always gives the same answer.", TALL),
     "kl": Entry(
         kl,
         "How far tokens move",
-        "One column per update, up to its largest token; stronger in colour where more tokens are. "
-        "Strokes on the axis: a new rollout, where the KL starts again from 0.",
+        "One column per update, up to its largest token KL; darker where more tokens are. "
+        "Ticks on the axis mark new rollouts, at which the KL is 0 again.",
         FULL,
     ),
     "kl_groups": Entry(
         kl_groups,
         "Which tokens move",
-        "Before projection. The negative line far above: the policy is driven away from what failed more than towards "
-        "what worked. One quarter far above: most of the learning concerns that part of the answer.",
+        "Before projection. If negative advantages have a much larger KL, the policy mostly moves away from failures. "
+        "If one quarter has, most of the change is in that part of the completion.",
         FULL,
     ),
     "constrained": Entry(
         constrained,
         "How often the region acts",
-        "A few percent is usual. The rules warn if the share stays high over several rollouts.",
+        "A few percent is usual. A warning appears if the share stays high over several rollouts.",
     ),
-    "sequence_kl": Entry(sequence_kl, "Whole completions", "Moves of single tokens add up over a completion."),
-    "solver_steps": Entry(solver_steps, "Work of the solver", "3 to 5 steps are usual; the limit is 12."),
+    "sequence_kl": Entry(sequence_kl, "KL of whole completions", "The sum over the tokens of a completion."),
+    "solver_steps": Entry(solver_steps, "Solver steps", "3 to 5 steps are usual; the limit is 12."),
     "ratio": Entry(
         ratio,
         "Probability ratios of the sampled tokens",
-        "As the loss used them. 1: as probable as when it was sampled. The outermost bins hold all that is beyond.",
+        "As used in the loss; 1 means as probable as under the old policy. The outermost bins include "
+        "all values beyond them.",
         FULL,
     ),
     "times": Entry(
         times,
         "Where the time goes",
-        "Means over a rollout, or over neighbouring updates. Shares are of the whole run; evaluation is not drawn.",
+        "Means over a rollout or over neighbouring updates. Percentages are of the whole run; evaluation is not drawn.",
         FULL,
     ),
-    "loss": Entry(loss, "Loss", "Advantages sum to 0 in a group: its size says little about learning."),
-    "grad_norm": Entry(grad_norm, "Gradient", "Single spikes are usual; steady growth is not."),
-    "learning_rate": Entry(learning_rate, "Learning rate", "As the schedule set it."),
+    "loss": Entry(loss, "Loss", "Advantages sum to 0 in a group, so the size of the loss says little about learning."),
+    "grad_norm": Entry(grad_norm, "Gradient", "Single spikes are usual, steady growth is not."),
+    "learning_rate": Entry(learning_rate, "Learning rate", "The value of the schedule."),
 }
 
 
@@ -336,9 +335,9 @@ COMPARISON_FIGURES: dict[str, Entry] = {
     ),
     "largest_kl": Entry(
         _curve_figure(_largest, "largest token KL of a rollout's updates", log=True),
-        "What the region let through",
-        "The largest KL of a token over the updates of a rollout, as the loss used it: "
-        "after projection for TROLL, unbounded for the others.",
+        "Largest token KL",
+        "Over the updates on a rollout, as used in the loss: "
+        "after projection for TROLL, without a bound for the others.",
         FULL,
     ),
 }

@@ -269,12 +269,12 @@ def cards(history: History) -> list[Card]:
     shares = _logged(history, name)
     if shares.size:
         label = "tokens projected" if projects else "tokens clipped"
-        note = f"at most {percent(float(shares.max()))} in one update"
+        note = f"at most {percent(float(shares.max()))} in one {'rollout' if history.engine == 'verl' else 'update'}"
         shown.append(Card(label, percent(float(np.nanmean(history.mean(name)))), note))  # as in the sentence
     before_max, after_max = (_logged(history, f"troll/kl_{when}/max") for when in ("before", "after"))
     if history.bound is not None and after_max.size:
         note = f"the bound is {number(history.bound)}"
-        shown.append(Card("largest KL, projected", number(float(after_max.max())), note))
+        shown.append(Card("largest KL after projection", number(float(after_max.max())), note))
     elif before_max.size:
         note = "before projection; the bound adapts" if history.adapts else "without a bound"
         shown.append(Card("largest token KL", number(float(before_max.max())), note))

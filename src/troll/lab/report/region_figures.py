@@ -1,4 +1,4 @@
-"""Figures of the trust region: the KL of the tokens, by group and whole, and which tokens it constrained."""
+"""Figures of the trust region: KL of tokens and completions, share of constrained tokens, solver steps, ratios."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def kl(run: RunData, size: Size = PAPER) -> Figure:
     everything = np.concatenate([s.values[:, 3] for s in spreads.values()])
     seen = everything[everything > 0]
     if not seen.size:
-        raise Missing("Every token KL is 0: each rollout is used for one update, so no token can move before it.")
+        once = ": each rollout is used for one update, before which no token has moved" * (run.history.updates == 1)
+        raise Missing(f"Every token KL is 0{once}.")
     top = 2.5 * max(float(seen.max()), run.bound or 0.0)
     medians = np.concatenate([s.values[:, 0] for s in spreads.values()])
     low = np.median(medians[medians > 0]) / 10 if (medians > 0).any() else top / 1e5
@@ -195,7 +196,9 @@ def solver_steps(run: RunData, size: Size = PAPER) -> Figure:
             counts[int(steps)] = counts.get(int(steps), 0) + int(tokens)
     total = sum(counts.values())
     if not total:
-        raise Missing("No token was projected, so the solver had nothing to do.")
+        shares = run.history.most("troll/projected_fraction")
+        unprojected = bool(shares.size) and not (shares != 0).any()  # NaN, where it was not logged, is not 0
+        raise Missing("No token was projected." if unprojected else "No solver steps were recorded (tokens.jsonl).")
     figure, (ax,) = panels(size, ["share of projected tokens"], xlabel="solver steps")
     x = np.arange(min(counts), max(counts) + 1)
     y = np.array([counts.get(int(k), 0) / total for k in x])

@@ -248,7 +248,8 @@ def label_ends(ax: Axes, size: Size, labels: Sequence[End]) -> None:
 
 
 def _fraction(ax: Axes, y: float) -> float:
-    """Where a value lies between the bottom and the top of the axes."""
+    """The height of a value as a fraction of the axes."""
+    ax.get_ylim()  # transData is only right once pending changes of the limits are applied
     return float(ax.transAxes.inverted().transform(ax.transData.transform((0, y)))[1])
 
 

@@ -71,7 +71,8 @@ def unchecked(history: History) -> list[Unchecked]:
     for rule in RULES:
         if (why := rule.lacks(history)) and rule(history) is None:
             by_reason.setdefault(why, []).append(rule)
-    return [Unchecked(tuple(rules), why) for why, rules in by_reason.items()]
+    by_length = sorted(by_reason.items(), key=lambda item: item[1][0].rollouts)
+    return [Unchecked(tuple(rules), why) for why, rules in by_length]
 
 
 def no_findings(missing: Sequence[Unchecked]) -> str:
