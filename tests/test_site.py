@@ -23,7 +23,7 @@ from troll.lab.cli.main import COMMANDS
 from troll.lab.report.figures import RUN_FIGURES
 from troll.lab.runs import Comparison, Run
 from troll.lab.runs.comparison import ARMS
-from troll.lab.tasks import arithmetic, load_task
+from troll.lab.tasks import generated, load_task
 from troll.lab.training.settings import DEFAULT_MODEL, defaults
 from troll.trl import TROLLConfig
 
@@ -241,7 +241,7 @@ def test_the_options_on_the_task_page(options: dict[str, Any]) -> None:
     shown = next(words for words in commands() if "arithmetic" in words and "--task_options" in words)
     assert shown[shown.index("--task_options") + 1 :] == [f"{key}={value}" for key, value in options.items()]
     assert "* " in "".join(load_task("arithmetic", options=options, train_size=50).train_dataset["prompt"])
-    for name, default in arithmetic.OPTIONS.items():
+    for name, default in generated.ARITHMETIC_OPTIONS.items():
         assert re.search(rf"^\| `{name}` \| `?{re.escape(str(default))}`? \|", page, re.MULTILINE), name
 
 
@@ -312,7 +312,7 @@ def test_the_first_run_is_what_the_quick_start_says() -> None:
     updates = run["updates_per_generation"]
     rollouts, completions = run["max_steps"] // updates, run["per_device_train_batch_size"] * updates
     assert f"for {run['max_steps']} updates, {rollouts} rollouts of {completions} completions with {updates}" in page
-    assert f"every {run['eval_steps']} updates, {arithmetic.EVAL_SIZE} problems" in page
+    assert f"every {run['eval_steps']} updates, {generated.ARITHMETIC_SIZES[1]} problems" in page
     (rate,) = re.findall(rf"1e-6; ([\de.-]+) for `{DEFAULT_MODEL}`", (ROOT / "docs/settings.md").read_text())
     assert float(rate) == run["learning_rate"]
 

@@ -39,7 +39,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from troll.lab.training.provenance import machine
+from troll.lab.training.settings import machine
 from troll.trl import TROLLConfig, TROLLTrainer
 from troll.trl.robust import store
 from troll.trl.robust.store import last_good

@@ -27,7 +27,7 @@ import small_disk
 import system_calls
 import tortured
 
-from troll.lab.training import provenance as facts
+from troll.lab.training import settings as facts
 
 PATIENCE = 300  # seconds that nothing here takes, unless it hangs
 

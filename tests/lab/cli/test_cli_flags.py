@@ -17,7 +17,8 @@ from troll.lab.cli import check_command, main
 from troll.lab.cli.flags import _DEFAULTS, _REPLACED, GROUPS, Flags
 from troll.lab.cli.main import as_words
 from troll.lab.cli.train import options_of
-from troll.lab.tasks import arithmetic, data, gym
+from troll.lab.tasks.data import MAX_EVAL_SIZE
+from troll.lab.tasks.generated import ARITHMETIC_SIZES, GYM_SIZES
 from troll.lab.training.settings import GENERAL, SMALL, RunSettings, defaults
 from troll.trl import TROLLConfig
 
@@ -182,9 +183,9 @@ def test_the_help_shows_the_defaults_that_apply(capsys: pytest.CaptureFixture[st
         "max_steps": "as num_train_epochs says; 80 with smollm2-135m",
         "updates_per_generation": "8",
         "measure_kl": "true",
-        "train_size": f"all; {arithmetic.TRAIN_SIZE} for arithmetic, {gym.TRAIN_SIZE} for gym:NAME",
-        "eval_size": f"all, or a tenth of --data but at most {data.MAX_EVAL_SIZE}; {arithmetic.EVAL_SIZE} for "
-        f"arithmetic, {gym.EVAL_SIZE} for gym:NAME",
+        "train_size": f"all; {ARITHMETIC_SIZES[0]} for arithmetic, {GYM_SIZES[0]} for gym:NAME",
+        "eval_size": f"all, or a tenth of --data but at most {MAX_EVAL_SIZE}; {ARITHMETIC_SIZES[1]} for "
+        f"arithmetic, {GYM_SIZES[1]} for gym:NAME",
     }.items():
         assert shown[name].endswith(f"(default: {default})"), shown[name]
         assert shown[name].count("default:") == 1

@@ -76,9 +76,9 @@ def test_an_answer_that_is_code_runs_in_the_sandbox_only(tmp_path):
 
 def test_an_answer_that_takes_for_ever_earns_nothing(monkeypatch):
     task = load_task("gym:countdown", train_size=1, eval_size=1)
-    monkeypatch.setattr("troll.lab.tasks.gym.SECONDS", 0.5)
+    monkeypatch.setattr("troll.lab.tasks.generated.SECONDS", 0.5)
     assert score(task, ["<answer>factorial(10**9)</answer>"]) == [0.0]
-    monkeypatch.setattr("troll.lab.tasks.gym.SECONDS", 60.0)
+    monkeypatch.setattr("troll.lab.tasks.generated.SECONDS", 60.0)
     assert score(task, [f"<answer>{task.train_dataset['answer'][0]}</answer>"]) == [1.0]
 
 

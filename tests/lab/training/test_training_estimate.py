@@ -248,13 +248,15 @@ def test_the_run_is_its_updates_and_evaluations(tied: str) -> None:
 
 def test_what_is_printed(tied: str) -> None:
     lines = str(of(tied, prompt=12)).splitlines()
-    assert [line for line in lines if line and not line.startswith(" ")] == ["Memory, about", "Time, about", "Assumed"]
+    headings = [line for line in lines if line and not line.startswith(" ")]
+    assert headings == ["Estimated memory", "Estimated time", "Assumptions"]
     text = "\n".join(" ".join(line.split()) for line in lines)
     found = of(tied, prompt=12)
-    assert f"parameters {4 * ModelShape.of(tied).parameters / 1e9:.2f} GB" in text
+    assert f"parameters {4 * ModelShape.of(tied).parameters / 1e6:.1f} MB" in text
+    assert f"{ModelShape.of(tied).parameters:,} parameters in fp32" in text
     assert "10 updates; between" in text
-    assert "prompts of 12 tokens, and every completion as long as it may be: 6" in text
-    assert "1 GFLOP/s in a model, 1 GB/s" in text
+    assert "prompts of 12 tokens, completions of 6 tokens, the maximum" in text
+    assert "1 GFLOP/s and 1 GB/s, measured just now" in text
     assert "vLLM" not in text
     assert found.device == "cpu"
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troll.diagnostics import by_advantage, by_position
-from troll.lab.training.token_statistics import kl_by_group
+from troll.lab.training.recorder import kl_by_group
 
 
 def test_by_hand() -> None:

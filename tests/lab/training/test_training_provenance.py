@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import troll
-from troll.lab.training import provenance as facts
+from troll.lab.training import settings as facts
 
 
 def git(folder: Path, *command: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from troll.lab.training.token_statistics import HEADER, KL_EDGES, LOG_RATIO_EDGES, TokenHistogram
+from troll.lab.training.recorder import HEADER, KL_EDGES, LOG_RATIO_EDGES, TokenHistogram
 
 
 def line_of(kl: list[float], ratio: list[float] | None = None, counted: list[bool] | None = None, **more: list[float]):  # type: ignore[no-untyped-def]

@@ -33,8 +33,7 @@ from troll.lab.verl import keys, launch
 from troll.lab.verl.data import longest_prompt, plain_template, request_of, write_stop, write_task
 from troll.lab.verl.keys import KEYS, NEVER, overrides, table, written
 from troll.lab.verl.metrics import Translator, convert, read_new, translate
-from troll.lab.verl.refusals import LIMITS, OWN, REASONS, config_of, refuse, translated
-from troll.lab.verl.setup import Setup
+from troll.lab.verl.setup import LIMITS, OWN, REASONS, Setup, config_of, refuse, translated
 from troll.rewards.workers import PoolError
 from troll.trl import TROLLConfig, TROLLTrainer
 

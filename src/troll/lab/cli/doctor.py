@@ -1,4 +1,4 @@
-"""``troll doctor``: checks the installation and lists the commands that fix it."""
+"""``troll doctor``: checks the installation and lists the commands that fix it; with --attack, attacks the sandbox."""
 
 from __future__ import annotations
 
@@ -8,17 +8,26 @@ import os
 import platform
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from troll.errors import InputError
 from troll.lab.cli.main import Parser
 from troll.lab.models import EmbeddedModel, cache_folder, embedded_model
-from troll.lab.training.settings import DEFAULT_MODEL
-from troll.rewards.sandbox import isolation, status
+from troll.lab.runs.formatting import one_line
+from troll.lab.training.settings import DEFAULT_MODEL, machine
+from troll.rewards.sandbox import UNSANDBOXED_VARIABLE, Isolation, SandboxError, best, isolations, status
+from troll.rewards.sandbox.isolation import INSTALL_SECCOMP, syscall_filter
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from troll.rewards.selftest import suite
 
 DISTRIBUTION = "troll-rl"
 DESCRIPTION = """\
@@ -106,9 +115,7 @@ def run(argv: Sequence[str]) -> int:
     """Examine this machine and print the result."""
     options = _parse(argv)
     if options.attack:
-        from troll.lab.cli import selftest
-
-        return selftest.run(options.isolation, options.json)
+        return attack(options.isolation, options.json)
     findings = examine()
     if options.json:
         print(json.dumps({**asdict(findings), "ready": findings.ready}, indent=2))
@@ -125,15 +132,13 @@ def check(argv: Sequence[str]) -> None:
 
 def examine() -> Findings:
     """Examine this machine. Nothing is changed."""
-    from troll.lab.training import provenance
-
     model = embedded_model(DEFAULT_MODEL)
     assert model is not None
     usable, name, why = status()
     findings = Findings(
         packages=list(_packages(model)),
         machine={
-            **provenance.machine(),
+            **machine(),
             "disk_free_gb": _free(Path.cwd()),
             "cache": str(cache_folder()),
             "cache_free_gb": _free(cache_folder()),
@@ -274,9 +279,9 @@ def _sandbox_steps(sandbox: dict[str, Any]) -> Iterator[Step]:
     if sandbox["name"] == "landlock":
         reason = f"faster and stricter than Landlock, the present sandbox for model-written code: {sandbox['why']}"
     try:
-        isolation.syscall_filter()
+        syscall_filter()
     except InputError:
-        yield Step(isolation.INSTALL_SECCOMP, reason, False)
+        yield Step(INSTALL_SECCOMP, reason, False)
         return
     there = shutil.which("bwrap") is not None
     yield Step("let bubblewrap make user namespaces" if there else "apt install bubblewrap", reason, False)
@@ -359,3 +364,94 @@ def _table(console: Any, title: str, rows: list[Row]) -> None:
         table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
     console.print(table)
     console.print()
+
+
+# The attacks of ``troll.rewards.selftest``
+
+VERDICTS = {"held": "green", "known limit": "yellow", "SUCCEEDED": "bold red"}
+
+
+def attack(name: str | None, as_json: bool = False) -> int:
+    """Run all attacks and print the results. Returns 1 if an unexpected one succeeded, or if there is no sandbox."""
+    try:
+        isolation = _chosen(name)
+        results = list(_followed(isolation))
+    except SandboxError as error:
+        print(f"troll: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    bad = [result for result in results if verdict(result) == "SUCCEEDED"]
+    if as_json:
+        print(
+            json.dumps({"isolation": isolation.name, "held": not bad, "attacks": list(map(asdict, results))}, indent=2)
+        )
+    else:
+        _show_attacks(results)
+        print(summary(isolation, results))
+    return 1 if bad else 0
+
+
+def verdict(result: suite.Result) -> str:
+    """``held``, ``known limit`` or ``SUCCEEDED``."""
+    return "held" if result.held else "known limit" if result.known else "SUCCEEDED"
+
+
+def summary(isolation: Isolation, results: Sequence[suite.Result]) -> str:
+    """The counts in one sentence."""
+    counts = {word: sum(verdict(result) == word for result in results) for word in VERDICTS}
+    text = f"{isolation.name} held against {counts['held']} of {len(results)} attacks"
+    if counts["known limit"]:
+        text += f"; known limits: {counts['known limit']}"
+    if counts["SUCCEEDED"]:
+        text += (
+            f"; SUCCEEDED: {counts['SUCCEEDED']}. Do not run code here that you do not trust, and please report this"
+        )
+    return f"{text}."
+
+
+def _chosen(name: str | None) -> Isolation:
+    found = {isolation.name: isolation for isolation in isolations()}
+    if name is not None and name not in found:
+        raise InputError(f"--isolation must be {' or '.join(found)}, got {name}", "Omit it for the best one here")
+    isolation = found[name] if name is not None else best()
+    if isolation.name not in found:
+        raise SandboxError(
+            f"there is no sandbox to attack, because {UNSANDBOXED_VARIABLE}=1", "Run apt install bubblewrap"
+        )
+    return isolation
+
+
+def _followed(isolation: Isolation) -> Iterator[suite.Result]:
+    """Yield the results, and print a line for every category."""
+    from troll.rewards.selftest import suite
+
+    print(f"Attacking {isolation.name}, which takes about a minute …", file=sys.stderr, flush=True)
+    for category, group in groupby(suite.run(isolation), lambda result: result.category):
+        results = []
+        for result in group:
+            results.append(result)
+            yield result
+        held, seconds = sum(result.held for result in results), sum(result.seconds for result in results)
+        print(f"  {category}: {held} of {len(results)} held ({seconds:.0f} s)", file=sys.stderr, flush=True)
+
+
+def _show_attacks(results: Sequence[suite.Result]) -> None:
+    """A coloured table on a terminal, otherwise aligned text."""
+    from rich.console import Console
+
+    rows = [(result.category, result.name, verdict(result), result.detail or result.description) for result in results]
+    console = Console()
+    if console.is_terminal:
+        console.print(_attack_table(rows))
+        return
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    print(*("  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows), "", sep="\n")
+
+
+def _attack_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("category", "attack", "", "detail", box=None, pad_edge=True)
+    for *cells, word, detail in rows:
+        table.add_row(*map(Text, cells), Text(word, style=VERDICTS[word]), Text(detail))
+    return table

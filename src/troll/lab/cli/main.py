@@ -28,7 +28,7 @@ COMMANDS = {
     "report": "write an HTML report of a run or a comparison, with figures",
     "doctor": "check the installation: packages, GPU, kernels, sandbox, default model",
 }
-_MODULES = {"eval": "evaluate", "explain": "report"}
+_MODULES = {"eval": "evaluate", "report": "runs", "explain": "runs"}
 _DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.EPERM, errno.ESTALE),
 )

@@ -1,22 +1,30 @@
-"""``troll runs``."""
+"""``troll runs``, ``troll report`` and ``troll explain``: run folders in a list, in figures and in words."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from troll.lab.cli.main import Parser, existing_folder
+from troll.errors import InputError
+from troll.lab.cli.main import Parser, existing_folder, yes_or_no
+from troll.lab.runs import Comparison
+from troll.lab.runs.folder import ABOUT, COMPARISON
 from troll.lab.runs.formatting import one_line
 from troll.lab.runs.listing import Details, Entry, details, entries
 
-DESCRIPTION = """\
+if TYPE_CHECKING:
+    from troll.lab.report.narrator import Explanation
+
+RUNS = """\
 List the runs and comparisons in a folder, their status and how to resume them.
 
   troll runs                             status, updates, reward, age and size of each
@@ -33,7 +41,30 @@ List the runs and comparisons in a folder, their status and how to resume them.
 
 For runs that ended early, the last column is the update from which `troll train --resume NAME` continues.
 """
+REPORT = """\
+Write a report of a run or a comparison: one HTML file that opens offline, and the figures as separate files.
+
+  troll report arithmetic-troll                       runs/arithmetic-troll/report.html and figures/
+  troll report runs/arithmetic-comparison             all arms and seeds, with their differences
+  troll report arithmetic-troll --output my.html --figures false
+  troll report arithmetic-troll --formats pdf         the figures as PDF
+
+The run may still be running. The same folder always gives the same bytes.
+"""
+EXPLAIN = """\
+Explain a run in words: what was trained, how the reward and the trust region behaved, problems with their numbers and
+the update since which they exist, and which flags to change.
+
+  troll explain arithmetic-troll            a run, by its name below --runs_dir or by its folder
+  troll explain runs/a runs/b               several runs
+  troll explain arithmetic-comparison       every run of a comparison
+  troll explain arithmetic-troll --json     as JSON, for scripts
+
+A run may be finished, interrupted, failed, killed or still running. Metrics that were not logged are listed as missing.
+A warning asks for a change, a note is for information. docs/explain.md lists all rules with their thresholds.
+"""
 _COLOURS = {"running": "bold", "finished": "green", "interrupted": "yellow"}
+_WIDTH = 100  # of the text of `troll explain`
 
 
 def run(argv: Sequence[str]) -> int:
@@ -50,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(one.as_json(), indent=1))
         return 0
-    for line in lines_of(one):
+    for line in details_of(one):
         print(one_line(line) if line else "")
     for entry in one.runs:
         print("  " + "  ".join(filter(None, _cells(entry))))
@@ -64,7 +95,7 @@ def check(argv: Sequence[str]) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser("troll runs", DESCRIPTION)
+    parser = Parser("troll runs", RUNS)
     parser.add_argument("name", nargs="?", help="The name or folder of a run or comparison to show in detail.")
     parser.add_argument("--runs_dir", default="runs", help="The folder that has one folder per run.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
@@ -109,7 +140,7 @@ def _note(entry: Entry) -> str:
     return f"resumes from update {entry.resumable_from}"
 
 
-def lines_of(one: Details) -> Iterator[str]:
+def details_of(one: Details) -> Iterator[str]:
     """The details of a run."""
     entry, about = one.entry, one.about
     name, state, done, reward, age, size, _ = _cells(entry)
@@ -165,3 +196,133 @@ def size_of(size: float) -> str:
             break
         value /= 1000
     return f"{value:.1f} {unit}" if value < 10 and unit != "B" else f"{value:.0f} {unit}"
+
+
+def run_report(argv: Sequence[str]) -> int:
+    """Write the report and print its path."""
+    from troll.lab.report import write_report
+
+    options = _parse_report(argv)
+    folder = existing_folder(options.run, options.runs_dir)
+    written = write_report(folder, options.output, figures=options.figures, formats=options.formats)
+    print(f"Report: {written}")
+    if options.figures:
+        print(f"Figures: {written.parent / 'figures'}")
+    return 0
+
+
+def check_report(argv: Sequence[str]) -> None:
+    """Raise if these flags are invalid."""
+    if not {"-h", "--help"} & set(argv):
+        _parse_report(argv)
+
+
+def _parse_report(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("troll report", REPORT)
+    parser.add_argument("run", metavar="RUN", help="the name or folder of a run or a comparison")
+    parser.add_argument(
+        "--output", metavar="FILE.html", help="the file to write (default: report.html in the folder of the run)"
+    )
+    parser.add_argument(
+        "--figures", type=yes_or_no, nargs="?", const=True, default=True, metavar="BOOL",
+        help="also write the figures to figures/ beside the report",
+    )  # fmt: skip
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=["svg", "png", "pdf"],
+        default=["svg", "png"],
+        help="file formats of the figures",
+    )
+    parser.add_argument(
+        "--runs_dir", "--runs-dir", default="runs", help="the folder in which names of runs are looked up"
+    )
+    options = parser.parse_args(argv)
+    if options.output is not None and not options.output.endswith((".html", ".htm")):
+        raise InputError(f"--output {options.output} does not end in .html", f"Use --output {options.output}.html")
+    return options
+
+
+def run_explain(argv: Sequence[str]) -> int:
+    """Print an explanation of each run."""
+    from troll.lab.report.narrator import explain
+
+    options = _explain_parser().parse_args(list(argv))
+    explained = [explain(folder) for name in options.run for folder in _runs(name, options.runs_dir)]
+    if options.json:
+        print(json.dumps([one.as_json() for one in explained], indent=1, ensure_ascii=False))
+        return 0
+    for i, one in enumerate(explained):
+        print("\n" * (i > 0) + "\n".join(explanation_of(one)))
+    return 0
+
+
+def check_explain(argv: Sequence[str]) -> None:
+    """Raise if these flags are invalid."""
+    if not {"-h", "--help"} & set(argv):
+        _explain_parser().parse_args(list(argv))
+
+
+def _explain_parser() -> Parser:
+    parser = Parser("troll explain", EXPLAIN)
+    parser.add_argument("run", metavar="RUN", nargs="+", help="Names or folders of runs or comparisons.")
+    parser.add_argument(
+        "--runs_dir", "--runs-dir", default="runs", help="The folder in which names of runs are looked up."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    return parser
+
+
+def _runs(name: str, runs_dir: str) -> list[Path]:
+    """The folder of a run, or the existing run folders of a comparison."""
+    folder = existing_folder(name, runs_dir)
+    if not (folder / COMPARISON).is_file():
+        return [folder]
+    names = [run for arm in Comparison.open(folder).about["arms"] for run in arm["runs"]]
+    return [folder / run for run in names if (folder / run / ABOUT).is_file()]
+
+
+def explanation_of(one: Explanation) -> Iterator[str]:
+    """The printed lines. Commands are on separate lines so that they can be copied."""
+    from troll.lab.report.rules import no_findings
+
+    yield f"{one_line(one.entry.name)}: {one.entry.state}"
+    for title, sentences in (("", one.what), ("Reward", one.reward), ("Trust region", one.region)):
+        if sentences:
+            yield from _paragraph(title, [one_line(sentence) for sentence in sentences])
+    if one.entry.state == "broken":
+        return
+    if not one.findings:
+        yield from _paragraph("Findings", [no_findings(one.unchecked)])
+    else:
+        yield from ("", "Findings")
+        for finding in one.findings:
+            yield from _item("-", finding.statement)
+    if one.unchecked:
+        yield from ("", "Not checked")
+        for rules in one.unchecked:
+            yield from _item("-", f"{rules}.")
+    if one.changes:
+        yield from ("", "Suggested changes, the largest effect first")
+        for i, change in enumerate(one.changes, 1):
+            if change.flags:
+                yield f"  {i}. {change.flags}"
+                yield from textwrap.wrap(change.why, _WIDTH, initial_indent="     ", subsequent_indent="     ")
+            else:
+                yield from _item(f"{i}.", change.why)
+    if one.commands:
+        yield from ("", "Commands", *(f"  {command}" for command in one.commands))
+
+
+def _paragraph(title: str, sentences: Sequence[str]) -> Iterator[str]:
+    if title:
+        yield from ("", title)
+    yield from textwrap.wrap(
+        " ".join(sentences), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False
+    )
+
+
+def _item(mark: str, text: str) -> Iterator[str]:
+    yield from textwrap.wrap(
+        text, _WIDTH, initial_indent=f"  {mark} ", subsequent_indent=" " * (3 + len(mark)), break_long_words=False
+    )

@@ -25,7 +25,7 @@ def run(flags: Flags, settings: RunSettings, folder: Path | None, command: str, 
     from troll.lab.cli.train import conclusion, plan_of
     from troll.lab.training.progress import say
     from troll.lab.verl.launch import execute, script
-    from troll.lab.verl.refusals import config_of
+    from troll.lab.verl.setup import config_of
 
     _check_machine(settings)
     plan = plan_of(flags, settings, folder, command, changes)
@@ -50,8 +50,7 @@ def run(flags: Flags, settings: RunSettings, folder: Path | None, command: str, 
 def check(flags: Flags, settings: RunSettings, args: Any, model: Any) -> None:
     """Raise if these flags are invalid for every task."""
     from troll.lab.verl.keys import overrides
-    from troll.lab.verl.refusals import refuse
-    from troll.lab.verl.setup import Setup
+    from troll.lab.verl.setup import Setup, refuse
 
     unknown: dict[str, Any] = {"folder": Path("unused"), "model_path": "", "prompts": sys.maxsize, "prompt_tokens": 1}
     explicit = frozenset(flags.given)
@@ -69,8 +68,7 @@ def setup_of(flags: Flags, settings: RunSettings, plan: Any) -> tuple[Any, dict[
     from troll.lab.training.evaluate import stop_token
     from troll.lab.verl.data import longest_prompt, plain_template, request_of
     from troll.lab.verl.launch import FILE_LOGGER, next_log
-    from troll.lab.verl.refusals import refuse
-    from troll.lab.verl.setup import Setup
+    from troll.lab.verl.setup import Setup, refuse
     from troll.rewards.sandbox import UNSANDBOXED_VARIABLE
 
     tokenizer = load_tokenizer(plan.model_path, **plan.origin)

@@ -1,8 +1,7 @@
 """Models by name: embedded in a Python package, in a local folder, or on the Hugging Face hub."""
 
 from troll.lab.models.embedded import EmbeddedModel, cache_folder, embedded_model, embedded_models
-from troll.lab.models.loading import load_config, load_model, load_tokenizer, resolve_model
-from troll.lab.models.shape import ModelShape
+from troll.lab.models.loading import ModelShape, load_config, load_model, load_tokenizer, resolve_model
 
 __all__ = [
     "EmbeddedModel",

@@ -18,9 +18,9 @@ from troll.lab.tasks.data import Record, as_record, check_size, field, split, to
 from troll.lab.tasks.task import Request, Reward, Task, first_line
 
 _TASKS = {  # name: (module, one line)
-    "arithmetic": ("arithmetic", "sums as plain few-shot text; options digits, operations, shots"),
+    "arithmetic": ("generated", "sums as plain few-shot text; options digits, operations, shots"),
     "gym:NAME": (
-        "gym",
+        "generated",
         "any problem generator of reasoning-gym, e.g. gym:gcd; its config fields are options, and shots",
     ),
     "gsm8k": ("problem_sets", "grade-school word problems; --data for a file with question and answer"),

@@ -22,15 +22,15 @@ from troll.lab.runs.formatting import count
 from troll.trl import TROLLConfig
 
 FASTEST, SLOWEST = 0.6, 1.8
-"""The range that is given with a time, as factors."""
-_CONTEXT = 500_000_000  # of CUDA and its libraries
-_OPERATIONS = 100  # Python and launches of one layer's forward, in small operations
-_REACHED = {"cpu": 0.8, "other": 0.5}  # by the products of a model, of the rate of a large one
+"""The range of a time estimate, as factors."""
+_CONTEXT = 500_000_000  # bytes of CUDA and its libraries
+_OPERATIONS = 100  # overhead of one layer's forward, in units of the smallest operation
+_REACHED = {"cpu": 0.8, "other": 0.5}  # rate of the matrix products of a model, relative to a large product
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a device is."""
+    """The speed of a device."""
 
     flops: float
     """Floating-point operations per second of the matrix products of a model."""
@@ -41,7 +41,7 @@ class Speed:
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Speed:
-        """In about a second."""
+        """Measure the speed, in about a second."""
         reached = _REACHED.get(device.type, _REACHED["other"])
         n = 512 if device.type == "cpu" else 4096
         a, b, c = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(3))
@@ -55,7 +55,7 @@ class Speed:
 
 
 def _seconds(operation: Callable[[], Any], device: torch.device, limit: float = 0.25) -> float:
-    """Of one call: the fastest of several series, as other work on the machine only slows it down."""
+    """Seconds of one call: the fastest of several series, because other processes only slow it down."""
 
     def series(n: int) -> float:
         start = time.perf_counter()
@@ -75,13 +75,13 @@ class ResourceEstimate:
     """Memory in bytes, time in seconds."""
 
     memory: dict[str, int]
-    """What is held, by what it is for."""
+    """Bytes by purpose."""
     most: int
-    """Held at once, at the fullest moment."""
+    """Peak memory."""
     available: int
     device: str
     update: dict[str, float]
-    """Seconds of one update, with its share of the rollout, by what they are spent on."""
+    """Seconds of one update by phase, including its share of the rollout."""
     updates: int | None
     evaluation: float
     """Seconds of all evaluations."""
@@ -94,19 +94,19 @@ class ResourceEstimate:
 
     @property
     def per_update(self) -> float:
-        """Seconds."""
+        """Seconds per update."""
         return sum(self.update.values())
 
     @property
     def total(self) -> float | None:
-        """Seconds of the whole run; None if it is not known how many updates there are."""
+        """Seconds of the run; None if the number of updates is unknown."""
         return None if self.updates is None else self.updates * self.per_update + self.evaluation
 
     def __str__(self) -> str:
-        width = max(map(len, [*self.memory, *self.update, "most at once"])) + 2
+        width = max(map(len, [*self.memory, *self.update, "all evaluations"])) + 2
         verdict = f"of {_gigabytes(self.available)} free ({self.device})" + ("" if self.fits else ": DOES NOT FIT")
-        lines = ["Memory, about", *(f"  {name:{width}}{_gigabytes(x):>9}" for name, x in self.memory.items() if x)]
-        lines += [f"  {'most at once':{width}}{_gigabytes(self.most):>9}  {verdict}", "", "Time, about"]
+        lines = ["Estimated memory", *(f"  {name:{width}}{_gigabytes(x):>9}" for name, x in self.memory.items() if x)]
+        lines += [f"  {'peak':{width}}{_gigabytes(self.most):>9}  {verdict}", "", "Estimated time"]
         lines += [f"  {name:{width}}{_duration(x):>9}" for name, x in self.update.items() if x]
         lines += [f"  {'one update':{width}}{_duration(self.per_update):>9}"]
         if self.evaluation:
@@ -114,7 +114,7 @@ class ResourceEstimate:
         if self.total is not None:
             between = f"between {_duration(FASTEST * self.total)} and {_duration(SLOWEST * self.total)}"
             lines += [f"  {'the run':{width}}{_duration(self.total):>9}  {self.updates} updates; {between}"]
-        return "\n".join([*lines, "", "Assumed", *(f"  {line}" for line in self.assumptions)])
+        return "\n".join([*lines, "", "Assumptions", *(f"  {line}" for line in self.assumptions)])
 
 
 def estimate(
@@ -128,17 +128,17 @@ def estimate(
     peft_config: Any = None,
     speed: Speed | None = None,
 ) -> ResourceEstimate:
-    """What a run with these settings needs, on this device, in each process.
+    """The memory and time of a run with these settings on this device, per process.
 
     Args:
-        args: the schedule and the sizes of batches.
-        model_path: what is trained; only its configuration is read.
+        args: the schedule and the batch sizes.
+        model_path: the model; only its configuration is read.
         prompt_tokens: mean length of a prompt.
-        device: where it is trained.
-        prompts: size of the training set, from which the updates follow where ``max_steps`` does not say.
+        device: the training device.
+        prompts: size of the training set, which determines the number of updates if ``max_steps`` is not set.
         eval_size: number of held-out problems.
-        peft_config: of the adapter, if one is trained in place of the weights.
-        speed: of the device; measured if it is not given.
+        peft_config: configuration of the adapter, if one is trained.
+        speed: speed of the device; measured if not given.
     """
     shape = ModelShape.of(model_path, peft_config, trust_remote_code=args.trust_remote_code)
     stored = _dtype((args.model_init_kwargs or {}).get("dtype"))
@@ -167,7 +167,7 @@ _GENERATING = ("key-value cache", "generation buffers")
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sums."""
+    """The formulas for memory and time."""
 
     args: TROLLConfig
     shape: ModelShape
@@ -183,7 +183,7 @@ class _Sizes:
 
     @property
     def rollout(self) -> int:
-        """Completions this process generates at once."""
+        """Completions per rollout in this process."""
         return int(self.batch * self.args.steps_per_generation)
 
     @property
@@ -196,11 +196,11 @@ class _Sizes:
 
     @property
     def keeps_old(self) -> bool:
-        """Whether the old policy is kept."""
+        """Whether the old policy is stored."""
         return self.args.trust_region == "troll" or self.args.measure_kl
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Bytes by purpose."""
         shape, args = self.shape, self.args
         stored, lowered = self.stored.itemsize, self.lowered.itemsize
         tokens = self.batch * self.length
@@ -233,7 +233,7 @@ class _Sizes:
         return {name: int(x) for name, x in parts.items()}
 
     def update(self, speed: Speed) -> dict[str, float]:
-        """Seconds of an update by what they are spent on; a rollout's are divided among its updates."""
+        """Seconds of an update by phase; the time of a rollout is divided among its updates."""
         shape, args = self.shape, self.args
         updates = args.steps_per_rollout / args.gradient_accumulation_steps
         passes = 4 if args.gradient_checkpointing else 3  # a backward is two forwards
@@ -241,7 +241,7 @@ class _Sizes:
         learn += self._head(speed, self.batch * self.completion, products=4)
         score = self._layers(speed, self.rollout, self.length) + self._head(speed, self.rollout * self.completion, 1)
         score *= (self.keeps_old or args.trust_region_can_act) + (args.beta != 0)
-        # gradients are written, added to, measured and scaled; weights and both moments are read and written
+        # gradients are written, accumulated, measured and scaled; parameters and both moments are read and written
         optimizer = shape.trainable * self.stored.itemsize * 12 / speed.bandwidth
         return {
             "generate": self._generate(speed, self.rollout) / updates,
@@ -262,17 +262,17 @@ class _Sizes:
         return tokens * products * (self.shape.head / speed.flops + 10 * 4 * self.shape.vocabulary / speed.bandwidth)
 
     def _generate(self, speed: Speed, sequences: float) -> float:
-        """Seconds: the prompt in one forward, then one forward per token, which reads every weight for little work."""
+        """Seconds: the prompt in one forward, then one forward per token, which is bound by reading the parameters."""
         shape = self.shape
-        weights = shape.parameters * self.lowered.itemsize / speed.bandwidth
+        reading = shape.parameters * self.lowered.itemsize / speed.bandwidth
         products = sequences * shape.forward / speed.flops
         cache = sequences * self.length * shape.layers * 2 * shape.keys * self.lowered.itemsize / speed.bandwidth
-        step = weights + products + cache + shape.layers * _OPERATIONS * speed.operation
+        step = reading + products + cache + shape.layers * _OPERATIONS * speed.operation
         step += self._head(speed, sequences, products=1)
         return self._layers(speed, sequences, self.prompt) + self.completion * step
 
     def updates(self, prompts: int | None) -> int | None:
-        """Of the whole run: as told, or one per batch of the complete rollouts in the data."""
+        """Updates of the run: ``max_steps``, or those of the complete rollouts in the data."""
         args = self.args
         if args.max_steps > 0:
             return int(args.max_steps)
@@ -284,7 +284,7 @@ class _Sizes:
         return math.ceil(float(args.num_train_epochs) * per_epoch)
 
     def evaluation(self, speed: Speed, updates: int | None, eval_size: int) -> float:
-        """Seconds of all evaluations; 0 where their number is not known."""
+        """Seconds of all evaluations; 0 if their number is unknown."""
         args = self.args
         if args.eval_strategy != "steps" or not eval_size or not updates:
             return 0.0
@@ -297,26 +297,26 @@ class _Sizes:
         return float(times * math.ceil(samples / batch / max(1, args.world_size)) * one)
 
     def assumptions(self, speed: Speed) -> Iterator[str]:
-        """What the numbers rest on."""
+        """The assumptions behind the estimate."""
         size = f"{count(self.shape.parameters)} parameters"
         yield f"{size} in {_short(self.stored)}, computed in {_short(self.lowered)}"
-        rates = f"{speed.flops / 1e9:,.0f} GFLOP/s in a model, {speed.bandwidth / 1e9:,.0f} GB/s"
-        yield f"{rates}, from products and copies timed a moment ago; nothing else runs on this machine"
-        yield f"prompts of {self.prompt:.0f} tokens, and every completion as long as it may be: {self.completion}"
+        rates = f"{speed.flops / 1e9:,.0f} GFLOP/s and {speed.bandwidth / 1e9:,.0f} GB/s"
+        yield f"{rates}, measured just now; no other work on this machine"
+        yield f"prompts of {self.prompt:.0f} tokens, completions of {self.completion} tokens, the maximum"
         if self.args.use_vllm:
-            yield "vLLM as fast as plain generation; it is faster"
+            yield "vLLM generates as fast as transformers, although it is faster"
         if self.shape.experts:
-            yield "every expert used for every token; in fact some are"
+            yield "every token uses all experts, although it uses a few"
         if self.args.world_size > 1:
-            yield f"each of {self.args.world_size} processes holds all this; FSDP and DeepSpeed share it"
+            yield f"each of {self.args.world_size} processes needs this memory; FSDP and DeepSpeed divide it"
 
 
 def _optimizer_bytes(name: Any, stored: int) -> float:
-    """Per trainable weight."""
+    """Bytes of optimizer state per trainable parameter."""
     name = str(getattr(name, "value", name))
     if "8bit" in name:
         return 2.0
-    if "sgd" in name or "adafactor" in name:  # no state, and one per row and column
+    if "sgd" in name or "adafactor" in name:  # no state, or one value per row and column
         return 0.0
     return float(stored if "lion" in name else 2 * stored)
 

@@ -1,4 +1,5 @@
-"""What a model can do on held-out problems: sample several answers to each, judge them by the task's reward, count."""
+"""Evaluation on held-out problems: samples several answers to each, scores them with the task's reward, and computes
+pass@k and majority vote."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _GROUPS = 6  # of difficulty, at most
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn: from the whole distribution at this temperature; 0 takes the likeliest token."""
+    """Sampling settings. Answers are sampled from the full distribution at this temperature; 0 is greedy decoding."""
 
     samples: int = 8
     temperature: float = 1.0
@@ -47,7 +48,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Scores:
-    """What became of the samples: for every problem and sample, whether it is right and which answer it gives."""
+    """The scored samples: for every problem and sample, whether it is right and its answer."""
 
     right: list[list[bool]]
     answers: list[list[str | None]]
@@ -61,7 +62,7 @@ class Scores:
         return [pass_at_k(len(r), sum(r), k) for r in self.right]
 
     def summary(self, measures: Sequence[str]) -> dict[str, Any]:
-        """As it stands in ``eval.json``."""
+        """The measures with their intervals, as in ``eval.json``."""
         found: dict[str, Any] = {name: as_json(over_problems(self.by_problem(name))) for name in measures}
         if self.difficulty is not None:
             first = self.by_problem("pass@1")
@@ -73,23 +74,23 @@ class Scores:
 
 
 def difference(after: Scores, before: Scores, measure: str) -> Interval:
-    """How much more one model reaches than another on the same problems, problem by problem."""
+    """The mean difference of two models on the same problems, paired by problem."""
     pairs = zip(after.by_problem(measure), before.by_problem(measure), strict=True)
     return resampled([x - y for x, y in pairs])
 
 
 def as_json(found: Interval) -> dict[str, float | None]:
-    """Value, low and high."""
+    """The interval as ``value``, ``low`` and ``high``."""
     return {"value": found.mean, "low": found.low, "high": found.high}
 
 
 def evaluate(
     model: Any, tokenizer: Any, task: Task, problems: Dataset, how: Sampling, advance: Callable[[int], None]
 ) -> Scores:
-    """Sample and judge; ``advance`` is told how many samples have been added. The same seed gives the same scores.
+    """Sample and score; ``advance`` is called with the number of new samples. The same seed gives the same scores.
 
-    A sample is right if its reward is 1, that is the first reward function's that is not None; rewards have to lie
-    between 0 and 1.
+    A sample is right if its reward is 1, where its reward is that of the first function that does not return None.
+    Rewards must be between 0 and 1.
     """
     torch.manual_seed(how.seed)
     rows = [row for row in problems for _ in range(how.samples)]
@@ -126,7 +127,7 @@ def stop_token(stop: str, tokenizer: Any) -> int:
 
 @torch.inference_mode()
 def _generate(model: Any, tokenizer: Any, prompts: Sequence[Any], stop: str | None, how: Sampling) -> list[list[int]]:
-    """Token ids of one completion per prompt, as TRL makes and cuts them: the end token is the last."""
+    """Token ids of one completion per prompt, generated and truncated as in TRL: the end token is the last."""
     own = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
     ends |= set() if stop is None else {stop_token(stop, tokenizer)}
@@ -187,7 +188,7 @@ def _difficulty(problems: Dataset) -> list[float] | None:
 
 
 def _groups(difficulty: Sequence[float]) -> dict[str, list[int]]:
-    """Problems by their difficulty: by its value, or in groups of about equal size where it has many."""
+    """Indices of the problems by difficulty: one group per value, or groups of similar size for many values."""
     distinct = sorted(set(difficulty))
     if len(distinct) <= _GROUPS:
         bounds = [(x, x) for x in distinct]

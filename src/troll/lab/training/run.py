@@ -26,10 +26,10 @@ from troll.lab.runs.folder import MODEL, Line
 from troll.lab.runs.formatting import one_line
 from troll.lab.runs.writer import create_run, put_in_place, resume_run, staged_beside, timestamp, update_run
 from troll.lab.tasks import Task
-from troll.lab.training import provenance as facts
 from troll.lab.training.evaluate import stop_token
 from troll.lab.training.progress import ShowProgress, say
 from troll.lab.training.recorder import RecordedTrainer
+from troll.lab.training.settings import git_state, machine, versions
 from troll.trl import TROLLConfig
 from troll.trl.robust.checkpoints import ABOUT as STATE
 from troll.trl.robust.fingerprint import differences, fingerprint, refuse, stored_fingerprint
@@ -228,15 +228,15 @@ def create(plan: RunPlan) -> None:
         seed=plan.args.seed,
         task={"name": plan.task.name, "description": plan.task.description},
         model={"name": plan.model},
-        versions=facts.versions(),
-        git=facts.git_state(),
-        machine=facts.machine(),
+        versions=versions(),
+        git=git_state(),
+        machine=machine(),
     )
 
 
 def resume(plan: RunPlan, step: int, changes: Sequence[str] = ()) -> None:
     """Record that a run continues, from which update, and which settings changed."""
-    resume_run(plan.folder, step, changes, plan.config, _settings(plan), seed=plan.args.seed, versions=facts.versions())
+    resume_run(plan.folder, step, changes, plan.config, _settings(plan), seed=plan.args.seed, versions=versions())
 
 
 def _settings(plan: RunPlan) -> Line:

@@ -9,9 +9,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from troll.lab.verl.setup import Setup
+if TYPE_CHECKING:
+    from troll.lab.verl.setup import Setup
 
 LEAVE = object()
 """The value of a key that keeps verl's default."""

@@ -1,45 +1,133 @@
-"""The tasks ``gym:NAME``: the problem generators of reasoning-gym, such as ``gym:gcd`` and ``gym:letter_counting``.
+"""Tasks that generate their problems: ``arithmetic`` and ``gym:NAME``.
 
-Without worked examples the model is asked to think and to put its answer in tags. The content of the last
-``<answer>…</answer>`` is the answer; a completion without one gets 0. With ``shots=n``, n solved problems precede the
-question as turns of the chat, and the complete reply is the answer, which small models can learn. reasoning-gym
-computes the score, from 0 to 1.
+``arithmetic`` is sums as plain few-shot text, ``8 - 4 = 4\\n6 - 4 =``, learnable on a CPU. A hash of the problem
+decides whether it is held out, so the split is the same for every seed and size, and 3 + 4 and 4 + 3 are on the same
+side of it. The worked examples are training problems.
 
-Problems are generated in the worker processes that score them, with a fixed hash seed: some generators depend on the
-order of sets and would otherwise generate other problems in every run.
+``gym:NAME`` is a problem generator of reasoning-gym, such as ``gym:gcd`` and ``gym:letter_counting``. Without worked
+examples the model is asked to think and to put its answer in tags. The content of the last ``<answer>…</answer>`` is
+the answer; a completion without one gets 0. With ``shots=n``, n solved problems precede the question as turns of the
+chat, and the complete reply is the answer, which small models can learn. reasoning-gym computes the score, from 0 to 1.
+Its problems are generated in the worker processes that score them, with a fixed hash seed: some generators depend on
+the order of sets and would otherwise generate other problems in every run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import inspect
 import random
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 
 from troll.errors import InputError
-from troll.lab.tasks.task import Request, Row, Task
+from troll.lab.tasks.task import Request, Row, Task, exact_match, first_line
 from troll.rewards.answers import text_of
 from troll.rewards.checker import SECONDS, Checker, Question, Reply, plain_command, sandboxed_command
 from troll.rewards.workers import Pool
 
-TRAIN_SIZE, EVAL_SIZE = 1000, 100
-_EVAL_SEED = 2510_03817
+ARITHMETIC_OPTIONS = {"digits": 1, "operations": "+-", "shots": 1}
+ARITHMETIC_SIZES, GYM_SIZES = (1024, 64), (1000, 100)
+"""Default numbers of problems to train on and to hold out."""
+_EVAL_SEED = 2510_03817  # of held-out gym problems, and of the worked examples of held-out sums
+_KINDS = {"+": "sums", "-": "differences", "*": "products"}
 _GENERATE_SECONDS = 120.0  # per problem
 _AS_SHOWN = "Reply with the answer only, as in the examples."
 Checkers = Pool[Question, Reply]
 _RUNS_TEXT = re.compile(r"\b(eval|exec|parse_expr|sympify|__import__)\(")
 
 
-def generator_names() -> list[str]:
-    """The names of all generators."""
-    return sorted(_generators())
+def load(request: Request) -> Task:
+    """The task ``arithmetic`` or ``gym:NAME``."""
+    request.refuse_data()
+    return _gym(request) if request.name.startswith("gym:") else _arithmetic(request)
+
+
+# Arithmetic
+
+
+class _Problem(NamedTuple):
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.left} {self.sign} {self.right} ="
+
+    @property
+    def answer(self) -> str:
+        a, b = self.left, self.right
+        return str({"+": a + b, "-": a - b, "*": a * b}[self.sign])
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the problem is held out: about one in four, by operands and operation."""
+        low, high = sorted((self.left, self.right))
+        return hashlib.sha256(f"{low} {self.sign} {high}".encode()).digest()[0] % 4 == 0
+
+
+def _arithmetic(request: Request) -> Task:
+    options = request.choose(ARITHMETIC_OPTIONS)
+    digits, signs, shots = options["digits"], options["operations"], options["shots"]
+    if not 1 <= digits <= 12:
+        raise InputError(f"digits must be 1 to 12, got {digits}", f"The default is {ARITHMETIC_OPTIONS['digits']}")
+    if not signs or set(signs) - set("+-*"):
+        raise InputError(
+            f"operations must be some of + - *, got {signs!r}", f"The default is {ARITHMETIC_OPTIONS['operations']!r}"
+        )
+    if not 0 <= shots <= 16:
+        raise InputError(
+            f"shots must be 0 to 16 worked examples, got {shots}", f"The default is {ARITHMETIC_OPTIONS['shots']}"
+        )
+    train = random.Random(f"arithmetic {request.seed}")
+    fixed = random.Random(_EVAL_SEED)
+    kind = f"{'one' if digits == 1 else f'up to {digits}'}-digit {' and '.join(_KINDS[sign] for sign in signs)}"
+    return Task(
+        name=request.name,
+        description=f"{kind}, shots: {shots}; about a quarter of the problems is held out",
+        train_dataset=_rows(train, request.train_size or ARITHMETIC_SIZES[0], False, digits, signs, shots),
+        eval_dataset=_rows(fixed, request.eval_size or ARITHMETIC_SIZES[1], True, digits, signs, shots),
+        reward_funcs=[exact_match],
+        answer_of=first_line,
+        stop="\n",
+        settings={"max_completion_length": 2 * digits + 4},  # space, sign, digits, newline
+    )
+
+
+def _rows(rng: random.Random, size: int, held_out: bool, digits: int, signs: str, shots: int) -> Dataset:
+    def draw(held_out: bool, excluded: list[_Problem]) -> _Problem:
+        while True:
+            sign, left, right = rng.choice(signs), _number(rng, digits), _number(rng, digits)
+            problem = _Problem(max(left, right), sign, min(left, right)) if sign == "-" else _Problem(left, sign, right)
+            if problem.held_out == held_out and problem not in excluded:
+                return problem
+
+    def row() -> Row:
+        question = draw(held_out, [])
+        examples: list[_Problem] = []
+        for _ in range(shots):
+            examples.append(draw(False, [question, *examples]))
+        worked = "".join(f"{x.text} {x.answer}\n" for x in examples)
+        return {"prompt": worked + question.text, "answer": question.answer, "difficulty": float(len(question.answer))}
+
+    return Dataset.from_list([row() for _ in range(size)])
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    """A number of at most ``digits`` digits, with every length equally likely."""
+    length = rng.randint(1, digits)
+    return rng.randrange(0 if length == 1 else 10 ** (length - 1), 10**length)
+
+
+# reasoning-gym
 
 
 def _generators() -> dict[str, Any]:
@@ -50,9 +138,8 @@ def _generators() -> dict[str, Any]:
     return dict(DATASETS)
 
 
-def load(request: Request) -> Task:
-    """The task ``gym:NAME``. Its options are the fields of the generator's config, and ``shots``."""
-    request.refuse_data()
+def _gym(request: Request) -> Task:
+    """Its options are the fields of the generator's config, and ``shots``."""
     generator, generators = request.name.partition(":")[2], _generators()
     if generator not in generators:
         close = difflib.get_close_matches(generator, generators, n=3, cutoff=0.5)
@@ -62,8 +149,8 @@ def load(request: Request) -> Task:
     shots = options.pop("shots")
     given = {key: value for key, value in options.items() if key in request.options}
     seed = random.Random(f"gym {request.seed}").getrandbits(31)  # neighbouring seeds of a generator share problems
-    fixed = _Source(_EVAL_SEED, shots + (request.eval_size or EVAL_SIZE), "eval_size")
-    source = _Source(seed, request.train_size or TRAIN_SIZE, "train_size")
+    fixed = _Source(_EVAL_SEED, shots + (request.eval_size or GYM_SIZES[1]), "eval_size")
+    source = _Source(seed, request.train_size or GYM_SIZES[0], "train_size")
     checkers = _checkers(generator, given, [fixed, source])
     seen: set[str] = set()
     held_out = fixed.problems(generator, checkers, seen)
