@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_a_folder_that_is_nearly_right_is_told_what_would_be(folder: Path) -> No
     folder.rename(run / "model")
     with pytest.raises(InputError, match=r"Did you mean .*/run/model\?$"):
         resolve_model(str(run))
-    with pytest.raises(InputError, match=r"is a file, not a folder\. Pass its folder, .*/run/model\.$"):
+    with pytest.raises(InputError, match=r"is a file, not a folder\. Pass the folder of the model\.$"):
         resolve_model(str(run / "model" / "config.json"))
     adapter = folder.parent / "adapter"
     adapter.mkdir()
@@ -156,6 +157,7 @@ def said(names: list[str], home: Path, **environment: str) -> dict[str, set[str]
     env |= {"HF_HOME": str(home), **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert "Retry" not in done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
     assert all(len(messages) == 3 for messages in answers.values()), answers
     return {name: set(messages) for name, messages in answers.items()}
@@ -172,6 +174,15 @@ def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
     for forbidden in answers["nobody/forbidden"]:
         assert "The Hugging Face hub refused the model 'nobody/forbidden': " in forbidden
         assert "hf auth login" in forbidden
+
+
+def test_without_a_network_loading_fails_at_once(tmp_path: Path) -> None:
+    """The client of the hub would retry for half a minute."""
+    start = time.monotonic()
+    answers = said(["nobody/nothing"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert time.monotonic() - start < 25
+    (offline,) = answers["nobody/nothing"]
+    assert "not on this machine, and the Hugging Face hub cannot be reached" in offline
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:

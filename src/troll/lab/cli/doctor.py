@@ -164,7 +164,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--isolation", metavar="NAME", help="with --attack: bubblewrap or landlock (the one in use)")
     options = parser.parse_args(argv)
     if options.isolation is not None and not options.attack:
-        parser.error("--isolation without --attack")
+        raise InputError("--isolation needs --attack", "See troll doctor --help")
     return options
 
 

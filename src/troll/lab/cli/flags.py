@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,12 @@ _REPLACED = {  # flags of TRL that have no effect here
 }
 
 
+_CORRECT = "Correct the setting it names; --help_all describes it"
+_LEAST = {"seed": 0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "learning_rate": 0}
+_POSITIVE = ("num_train_epochs", "temperature", "eval_steps", "save_steps")
+"""Numbers that TRL does not check."""
+
+
 class _Parser(PlainParser, HfArgumentParser):
     """TRL's parser of dataclasses, with errors in plain words."""
 
@@ -167,6 +174,7 @@ class Flags:
         self.parser.set_defaults(**defaults)
         namespace = self._parse(self._tokens)
         namespace.output_dir = output_dir
+        _check_values(namespace)
         return self._make(TROLLConfig, namespace), self._make(ModelConfig, namespace)
 
     def resolved(self) -> dict[str, Any]:
@@ -232,7 +240,7 @@ class Flags:
         except InputError:
             raise
         except (ValueError, TypeError, ImportError) as error:  # raised by TRL
-            raise InputError(f"TRL rejected the configuration: {one_line(str(error))}", "Change these flags") from error
+            raise InputError(f"TRL rejected the configuration: {one_line(str(error))}", _CORRECT) from error
 
     def _from_file(self, path: Path) -> list[str]:
         """The flags of a YAML file as tokens of a command line, so that they are checked in the same way."""
@@ -260,6 +268,22 @@ class Flags:
                 raise InputError(f"--config {path}: {key} must be {kind}, got {value!r}", error.fix) from error
             tokens += flag
         return tokens
+
+
+def _check_values(namespace: argparse.Namespace) -> None:
+    """Raise for numbers with which no run is possible, and for dictionaries that are not JSON."""
+    for name in (*_LEAST, *_POSITIVE):
+        value = getattr(namespace, name)
+        fine = value is None or (math.isfinite(value) and (value >= _LEAST[name] if name in _LEAST else value > 0))
+        if not fine:
+            kind = f"at least {_LEAST[name]}" if name in _LEAST else "above 0"
+            raise InputError(f"--{name} must be {kind}, got {value:g}", f"Leave --{name} out for the default")
+    for name, value in vars(namespace).items():
+        if isinstance(value, str) and value.startswith("{") and name not in TROLLConfig.__annotations__:
+            try:
+                json.loads(value)
+            except json.JSONDecodeError as error:
+                raise InputError(f"--{name} is not valid JSON: {error}", "For example: '{\"name\": 1}'") from None
 
 
 def anchored(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from troll.errors import InputError
+from troll.lab.hub import fail_fast
 from troll.lab.models.embedded import embedded_model, embedded_models
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -62,7 +63,9 @@ def resolve_model(name: str) -> str:
 def _check_folder(path: Path) -> None:
     """Raise if a file of the model is missing."""
     if not path.is_dir():
-        raise InputError(f"The model {path} is a file, not a folder", f"Pass its folder, {path.parent}")
+        raise InputError(
+            f"The model {path} is a file, not a folder", "Pass the folder with the config.json of the model"
+        )
     missing = _missing_file(path)
     if not missing:
         return
@@ -103,11 +106,13 @@ def _check_hub_name(name: str) -> None:
 
 @contextmanager
 def _readable_errors(name: str) -> Iterator[None]:
-    """Convert exceptions of transformers and the hub to ``InputError``."""
+    """Convert exceptions of transformers and the hub to ``InputError``; without a network, fail at once."""
     from safetensors import SafetensorError
 
+    local = embedded_model(name) is not None or Path(name).expanduser().exists()
     try:
-        yield
+        with nullcontext() if local else fail_fast():
+            yield
     except InputError:
         raise
     except (OSError, ValueError, SafetensorError) as error:
@@ -193,7 +198,12 @@ class ModelShape:
             if peft_config is not None:
                 from peft import get_peft_model
 
-                model = get_peft_model(model, peft_config)
+                try:
+                    model = get_peft_model(model, peft_config)
+                except ValueError as error:
+                    raise InputError(
+                        f"PEFT rejected the adapter: {_first_line(error)}", "Correct the flags --lora_…"
+                    ) from error
         text = config.get_text_config()
         heads = text.num_attention_heads
         return cls(

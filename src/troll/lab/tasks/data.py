@@ -11,7 +11,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import datasets
 
 from troll.errors import InputError
+from troll.lab.hub import fail_fast
 from troll.lab.tasks.task import Request, Row, Task, first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -232,7 +232,7 @@ def _read_hub(name: str, split: str, subset: str | None) -> list[Record]:
         raise InputError(f"The file {name} does not exist", "Pass a file, or a dataset on the hub as owner/name")
     name, _, given = name.partition(":")
     try:
-        with _fail_fast(name):
+        with fail_fast():
             data = datasets.load_dataset(name, given or subset, split=split)
     except Exception as error:  # many kinds, from huggingface_hub and datasets
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -241,25 +241,6 @@ def _read_hub(name: str, split: str, subset: str | None) -> list[Record]:
             "Check the name and the network connection, or pass a local file: --data FILE.jsonl",
         ) from error
     return [Record(row, f"{name} ({split}), record {number}") for number, row in enumerate(data, 1)]
-
-
-@contextmanager
-def _fail_fast(name: str) -> Iterator[None]:
-    """Without a network, use the cache or fail at once; the client would retry for half a minute."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
-
-    before = constants.HF_HUB_OFFLINE
-    try:
-        HfApi().dataset_info(name, timeout=10)
-    except HfHubHTTPError:
-        pass  # the hub replied; loading will report the problem
-    except Exception:
-        constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def split(request: Request, train: list[Record], held_out: list[Record] | None) -> tuple[list[Record], list[Record]]:

@@ -142,9 +142,10 @@ def _gym(request: Request) -> Task:
     """Its options are the fields of the generator's config, and ``shots``."""
     generator, generators = request.name.partition(":")[2], _generators()
     if generator not in generators:
-        close = difflib.get_close_matches(generator, generators, n=3, cutoff=0.5)
-        near = " or ".join(f"gym:{name}" for name in close) or "gym:gcd"
-        raise InputError(f"reasoning-gym has no generator {generator!r}", f"Did you mean {near}?")
+        close = difflib.get_close_matches(generator, generators, n=3, cutoff=0.65)
+        near = " or ".join(f"gym:{name}" for name in close)
+        fix = f"Did you mean {near}?" if near else f"It has {len(generators)}, such as gym:gcd and gym:letter_counting"
+        raise InputError(f"reasoning-gym has no generator {generator!r}", fix)
     options = request.choose({"shots": 0, **_config_defaults(generators[generator][1])})
     shots = options.pop("shots")
     given = {key: value for key, value in options.items() if key in request.options}

@@ -19,6 +19,7 @@ from trl.trainer.utils import create_model_from_path
 
 from troll.errors import InputError
 from troll.files import is_file_error
+from troll.lab.hub import fail_fast
 from troll.lab.models import load_tokenizer
 from troll.lab.report.rules import RuleMonitor
 from troll.lab.runs import Run
@@ -35,6 +36,8 @@ from troll.trl.robust.checkpoints import ABOUT as STATE
 from troll.trl.robust.fingerprint import differences, fingerprint, refuse, stored_fingerprint
 from troll.trl.robust.interrupt import StopOnSignal
 from troll.trl.robust.store import Found, checkpoints, locked, recover
+
+_LOGGERS = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "clearml")
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,13 @@ def execute(plan: RunPlan, console: Console) -> Run:
             trainer.train(resume_from_checkpoint=None if checkpoint.path is None else str(checkpoint.path))
             if trainer.eval_dataset is not None and not stop.stopped:
                 _evaluate_last(trainer)
+        except Exception as error:
+            logger = type(error).__module__.partition(".")[0]
+            if logger not in _LOGGERS:
+                raise
+            raise InputError(
+                f"--report_to {logger} failed: {one_line(str(error))}", "Fix it or leave it out"
+            ) from error
         finally:
             shown.close()
         if plan.save_model and not stop.stopped:
@@ -164,7 +174,8 @@ def _build(plan: RunPlan) -> tuple[RecordedTrainer, Any]:
     }
     args.model_init_kwargs = None  # used here
     try:
-        model = create_model_from_path(plan.model_path, **{k: v for k, v in options.items() if v is not None})
+        with nullcontext() if Path(plan.model_path).exists() else fail_fast():
+            model = create_model_from_path(plan.model_path, **{k: v for k, v in options.items() if v is not None})
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise InputError(
             f"Cannot load the model {plan.model}: {one_line(str(error))}",
@@ -189,7 +200,9 @@ def _build(plan: RunPlan) -> tuple[RecordedTrainer, Any]:
     except InputError:
         raise
     except (ValueError, ImportError) as error:  # raised by TRL
-        raise InputError(f"TRL rejected the configuration: {one_line(str(error))}", "Change these flags") from error
+        raise InputError(
+            f"TRL rejected the configuration: {one_line(str(error))}", "Correct the setting it names"
+        ) from error
     return trainer, eos_token_id
 
 
