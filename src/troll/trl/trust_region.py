@@ -19,7 +19,8 @@ For α there is ``projected target=0.05``: α starts at ``regression_coef`` and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,29 +32,38 @@ from troll.errors import InputError, suggestion
 from troll.objective.bound_controllers import NetworkKLBound, ProjectedShareBound, RegressionController
 from troll.objective.bounds import Adaptive, Bound, EntropyBound, FixedBound, Measured, ScheduledBound, SequenceBound
 from troll.policy import PackedPolicy
+from troll.projection import KL_BOUND
 from troll.trl.robust.fingerprint import schedule_text
 
 logger = get_logger(__name__)
 
 
-class _Kind(NamedTuple):
-    """The values a kind of schedule takes: name → an example."""
+class _Value(NamedTuple):
+    """A value of a schedule: an example, what it must be in words, and whether a number is that."""
 
-    required: dict[str, float]
-    optional: dict[str, float | bool] = {}  # noqa: RUF012, never changed
+    example: float | bool
+    expected: str
+    fits: Callable[[float], bool]
+    required: bool = True
 
 
-BOUND_SCHEDULES = {
-    "geometric": _Kind({"end": 0.01, "rollouts": 50}),
-    "linear": _Kind({"end": 0.01, "rollouts": 50}),
-    "projected": _Kind({"target": 0.03}),
-    "network": _Kind({"target": 0.1}),
-    "entropy": _Kind({}, {"max": 1.0}),
-    "sequence": _Kind({"limit": 2.0}, {"by_prefix": True}),
+_POSITIVE = ("a finite number > 0", lambda x: 0 < x < math.inf)
+_FRACTION = ("a fraction of the tokens, > 0 and < 1", lambda x: 0 < x < 1)
+_ROLLOUTS = _Value(50, "an integer ≥ 1", lambda x: x >= 1 and x == int(x))
+BOUND_SCHEDULES: dict[str, dict[str, _Value]] = {
+    "geometric": {"end": _Value(0.01, *_POSITIVE), "rollouts": _ROLLOUTS},
+    "linear": {"end": _Value(0.01, "a finite number ≥ 0", lambda x: 0 <= x < math.inf), "rollouts": _ROLLOUTS},
+    "projected": {"target": _Value(0.03, *_FRACTION)},
+    "network": {"target": _Value(0.1, *_POSITIVE)},
+    "entropy": {"max": _Value(1.0, *_POSITIVE, required=False)},
+    "sequence": {
+        "limit": _Value(2.0, *_POSITIVE),
+        "by_prefix": _Value(True, "true or false", lambda x: x in (0, 1), required=False),
+    },
 }
-"""Kinds of ``kl_bound_schedule``."""
-REGRESSION_SCHEDULES = {"projected": _Kind({"target": 0.05})}
-"""Kinds of ``regression_coef_schedule``."""
+"""Kinds of ``kl_bound_schedule`` and their values."""
+REGRESSION_SCHEDULES: dict[str, dict[str, _Value]] = {"projected": {"target": _Value(0.05, *_FRACTION)}}
+"""Kinds of ``regression_coef_schedule`` and their values."""
 
 # ---------------------------------------------------------------------- schedules as settings
 
@@ -68,23 +78,36 @@ def parse_schedule(field: str, value: str | Mapping[str, Any] | None) -> dict[st
     if value is None:
         return None
     given = dict(value) if isinstance(value, Mapping) else _words(field, value)
-    kind = given.pop("kind", None)
-    if kind not in kinds:
-        near = suggestion(kind, kinds)
-        fix = f"Did you mean {near!r}?" if near else f"For example {_example(next(iter(kinds)), kinds)!r}"
-        raise InputError(f"{field} must be of kind {' or '.join(kinds)}, got {kind!r}", fix)
-    required, optional = kinds[kind]
+    kind = _kind(field, given)
     for name in given:
-        if name not in required and name not in optional:
-            takes = ", ".join([*required, *(f"{x} (optional)" for x in optional)])
-            near = suggestion(name, [*required, *optional])
-            fix = f"Did you mean {near!r}?" if near else f"For example {_example(kind, kinds)!r}"
+        if name not in kinds[kind]:
+            takes = ", ".join(name if x.required else f"{name} (optional)" for name, x in kinds[kind].items())
+            near = suggestion(name, kinds[kind])
+            fix = f"Did you mean {near!r}?" if near else f"For example {_example(field, kind)!r}"
             raise InputError(f"{field} {kind!r} takes {takes}, got {name}={given[name]}", fix)
-    missing = [name for name in required if given.get(name) is None]
+    missing = [name for name, x in kinds[kind].items() if x.required and given.get(name) is None]
     if missing:
-        raise InputError(f"{field} {kind!r} needs {' and '.join(missing)}", f"For example {_example(kind, kinds)!r}")
-    values = {name: given[name] for name in (*required, *optional) if given.get(name) is not None}
-    return {"kind": kind, **{name: _value(field, name, x) for name, x in values.items()}}
+        raise InputError(f"{field} {kind!r} needs {' and '.join(missing)}", f"For example {_example(field, kind)!r}")
+    values = {name: given[name] for name in kinds[kind] if given.get(name) is not None}
+    return {"kind": kind, **{name: _value(field, kind, name, x) for name, x in values.items()}}
+
+
+def _kind(field: str, given: dict[str, Any]) -> str:
+    """Take the kind out of a schedule."""
+    kinds = BOUND_SCHEDULES if field == "kl_bound_schedule" else REGRESSION_SCHEDULES
+    example = next(iter(kinds))
+    if "kind" not in given:
+        values = {name: x.example for name, x in kinds[example].items()}
+        keys = ", ".join(map(repr, given)) or "no keys"
+        raise InputError(
+            f"{field} must have the key 'kind', got {keys}", f"For example { ({'kind': example} | values) }"
+        )
+    kind = given.pop("kind")
+    if kind not in tuple(kinds):
+        near = suggestion(kind, kinds)
+        fix = f"Did you mean {near!r}?" if near else f"For example {_example(field, example)!r}"
+        raise InputError(f"{field} must be of kind {' or '.join(kinds)}, got {kind!r}", fix)
+    return str(kind)
 
 
 def canonical_schedule(field: str, value: str | Mapping[str, Any] | None) -> str | None:
@@ -100,37 +123,60 @@ def _words(field: str, text: str) -> dict[str, Any]:
         )
     if text.lstrip().startswith("{"):
         try:
-            return dict(json.loads(text))
+            return _once(field, text, json.loads(text, object_pairs_hook=list))
         except ValueError as error:
-            raise InputError(f"{field} is not valid JSON ({error}): {text}", "Write 'kind name=value'") from None
-    kind, *values = text.split() or [""]
-    parsed: dict[str, Any] = {"kind": kind}
-    for word in values:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise InputError(f"{field} must be a kind and name=value, got {word!r} in {text!r}", f"Write {word}=…")
-        parsed[name] = value
-    return parsed
+            if isinstance(error, InputError):
+                raise
+            fix = "For example 'geometric end=0.01 rollouts=50'"
+            raise InputError(f"{field} is not valid JSON ({error}): {text}", fix) from None
+    kind, *words = text.split() or [""]
+    for word in words:
+        if "=" not in word:
+            kinds = BOUND_SCHEDULES if field == "kl_bound_schedule" else REGRESSION_SCHEDULES
+            example = _example(field, kind if kind in kinds else next(iter(kinds)))
+            problem = f"{field} must be a kind and values as name=value, got {word!r} in {text!r}"
+            raise InputError(problem, f"For example {example!r}")
+    return _once(
+        field, text, [("kind", kind), *((name, value) for name, _, value in (word.partition("=") for word in words))]
+    )
 
 
-def _value(field: str, name: str, value: Any) -> float | int | bool:
-    if name == "by_prefix":
-        if str(value).lower() not in ("true", "false"):
-            raise InputError(f"by_prefix of {field} must be true or false, got {value!r}", "The default is false")
-        return str(value).lower() == "true"
+def _once(field: str, text: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dictionary; a repeated name is refused."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"{field} has {name} more than once: {text}", f"Write {name} once")
+    return dict(pairs)
+
+
+def _value(field: str, kind: str, name: str, value: Any) -> float | int | bool:
+    rule = (BOUND_SCHEDULES if field == "kl_bound_schedule" else REGRESSION_SCHEDULES)[kind][name]
+    number = _truth(value) if isinstance(rule.example, bool) else _number(value)
+    if number is None or not rule.fits(number):
+        raise InputError(
+            f"{name} of {field} must be {rule.expected}, got {value!r}",
+            f"For example {_example(field, kind, name)!r}",
+        )
+    return type(rule.example)(number)
+
+
+def _number(value: Any) -> float | None:
     try:
-        number = float(value)
+        number = None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        raise InputError(f"{name} of {field} must be a number, got {value!r}", f"Write {name}=0.05") from None
-    if name != "rollouts":
-        return number
-    if number != int(number):
-        raise InputError(f"rollouts of {field} must be a whole number, got {value}", "Write rollouts=50")
-    return int(number)
+        return None
+    return None if number is None or math.isnan(number) or math.isinf(number) else number
 
 
-def _example(kind: str, kinds: Mapping[str, _Kind]) -> str:
-    return schedule_text(kind, kinds[kind].required)
+def _truth(value: Any) -> bool | None:
+    return {"true": True, "false": False}.get(str(value).lower())
+
+
+def _example(field: str, kind: str, *optional: str) -> str:
+    """A correct schedule of this kind, with these optional values."""
+    values = (BOUND_SCHEDULES if field == "kl_bound_schedule" else REGRESSION_SCHEDULES)[kind]
+    return schedule_text(kind, {name: x.example for name, x in values.items() if x.required or name in optional})
 
 
 def make_bound(args: Any) -> Bound:
@@ -182,15 +228,25 @@ def check_schedules(args: Any) -> None:
         )
     if bound.get("by_prefix") and not args.max_completion_length:
         raise InputError("by_prefix=true needs max_completion_length", "For example max_completion_length=256")
-    try:
-        make_bound(args)
-        make_regression(args)
-    except InputError as error:
+    _check_starts(args, bound)
+
+
+def _check_starts(args: Any, bound: Mapping[str, Any]) -> None:
+    """Refuse a ``kl_bound`` or ``regression_coef`` that a schedule cannot start from."""
+    limits = {"fixed": None, "sequence": None, "linear": "finite"}
+    need = limits.get(bound["kind"], "a finite number > 0")
+    if need is not None and not (args.kl_bound < math.inf and (need == "finite" or args.kl_bound > 0)):
+        given = f"kl_bound_schedule={args.kl_bound_schedule!r}"
+        raise InputError(f"kl_bound must be {need} with {given}, got {args.kl_bound}", f"The default is {KL_BOUND}")
+    if args.regression_coef_schedule is not None and not args.regression_coef > 0:
+        given = f"regression_coef_schedule={args.regression_coef_schedule!r}"
+        raise InputError(f"regression_coef must be > 0 with {given}, got {args.regression_coef}", "The default is 1")
+    if bound.get("max") is not None and bound["max"] < args.kl_bound:
         raise InputError(
-            f"{error.problem} ({name or 'kl_bound'} with kl_bound={args.kl_bound}, "
-            f"regression_coef={args.regression_coef})",
-            error.fix,
-        ) from None
+            f"max of kl_bound_schedule must be at least kl_bound={args.kl_bound}, the mean of the bounds, got "
+            f"{bound['max']}",
+            f"For example 'entropy max={5 * args.kl_bound:g}'",
+        )
 
 
 def _first_set(args: Any) -> str | None:
