@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from troll import InputError
 from troll.diagnostics import CLASSES, token_classes
-from troll.diagnostics.vocabulary import classify
+from troll.diagnostics.spectrum import classify
 
 WORDS = ["a", "the", "ing", "12", "3rd", ".", "(1", "é"]
 

@@ -235,9 +235,9 @@ def test_no_positions_at_all() -> None:
 
 @pytest.mark.parametrize("bound", [1e-6, 0.05])
 def test_a_solver_that_gives_up_stays_inside_and_says_so(monkeypatch: pytest.MonkeyPatch, bound: float) -> None:
-    monkeypatch.setattr("troll.projection.newton._NEWTON_STEPS", 1)
-    monkeypatch.setattr("troll.projection.newton._CUTS", 0)
-    monkeypatch.setattr("troll.projection.newton._MAX_STEPS", 1)
+    monkeypatch.setattr("troll.projection.solvers._NEWTON_STEPS", 1)
+    monkeypatch.setattr("troll.projection.solvers._CUTS", 0)
+    monkeypatch.setattr("troll.projection.solvers._MAX_STEPS", 1)
     proposal, old = pair(500, 16, 5.0, 4.0, seed=6, dtype=torch.float32)
     result = project(proposal, old, bound)
     gave_up = ~result.converged

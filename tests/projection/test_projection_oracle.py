@@ -9,9 +9,8 @@ from projection_cases import DIGITS, exact_kl, mp_project, pair
 
 from troll.policy import token_kl
 from troll.projection import project
-from troll.projection.bracketing import solve_bracketing
 from troll.projection.geodesic import point
-from troll.projection.newton import solve_newton
+from troll.projection.solvers import solve_bracketing, solve_newton
 
 HARD = [
     # support, log-ratio noise, logit scale, ε: from everyday to absurd

@@ -354,7 +354,7 @@ def test_what_the_kernel_cannot_do() -> None:
 def test_a_solver_that_gives_up_stays_inside_and_says_so(
     monkeypatch: pytest.MonkeyPatch, bound: float, support: int, noise: float, seed: int
 ) -> None:
-    monkeypatch.setattr("troll.projection.triton_solver._MAX_LOOKS", tl.constexpr(2))
+    monkeypatch.setattr("troll.projection.triton._MAX_LOOKS", tl.constexpr(2))
     proposal, old = pair(30, support, noise, 8.0, seed, F32)
     result = project(proposal, old, bound, impl="triton")
     gave_up = ~result.converged
@@ -366,7 +366,7 @@ def test_a_solver_that_gives_up_stays_inside_and_says_so(
 
 
 def test_warps_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    from troll.projection import triton_solver as solver
+    from troll.projection import triton as solver
 
     assert [solver.warps(n) for n in (2, 64, 128, 256, 512)] == [1, 1, 1, 2, 4]
     monkeypatch.setattr(solver, "NUM_WARPS", 8)

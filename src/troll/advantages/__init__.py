@@ -20,8 +20,7 @@ estimator                     A                                 from            
 The first three return [B], one advantage per sample; the others [B, T], 0 outside ``loss_mask``. :func:`whiten` brings
 what ``gae`` returns to mean 0 and variance 1. Bad input raises :class:`troll.errors.InputError`.
 
-Files: ``inputs`` checks, ``groups`` groups, ``outcome`` one reward per sample, ``returns`` rewards per token and
-whitening.
+Files: ``inputs`` checks, ``outcome`` groups and one reward per sample, ``returns`` rewards per token and whitening.
 """
 
 from __future__ import annotations

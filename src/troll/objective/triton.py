@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from troll.implementation import on_device
-from troll.projection.triton_solver import _INF, kl_terms, normalised, path, point, search, warps
+from troll.projection.triton import _INF, kl_terms, normalised, path, point, search, warps
 
 WRONG_SAMPLED, WRONG_SUPPORT, WRONG_BOUND, LOST_MASS = 1, 2, 4, 8
 """What ``Constrained.faults`` is made of."""

@@ -17,10 +17,8 @@ from torch import Tensor
 from troll.implementation import Impl, choose
 from troll.policy import LOG_FLOOR, token_kl
 from troll.policy.scoring import KERNEL_SUPPORT
-from troll.projection.bracketing import solve_bracketing
-from troll.projection.derivative import vjp
-from troll.projection.geodesic import point, solver_dtype
-from troll.projection.newton import Solution, solve_newton
+from troll.projection.geodesic import point, solver_dtype, vjp
+from troll.projection.solvers import Solution, solve_bracketing, solve_newton
 
 SOLVERS = {"newton": solve_newton, "bracketing": solve_bracketing}
 

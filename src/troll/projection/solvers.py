@@ -1,6 +1,6 @@
-"""The default solver: safeguarded Newton on the geodesic. Find t in (0, 1) with KL(π_t ‖ π_old) = ε.
+"""The two solvers: t in (0, 1) with KL(π_t ‖ π_old) = ε on the geodesic.
 
-With s = t² Var / KL, which is d log KL / d log t by (5):
+``solve_newton``, the default, is a safeguarded Newton method. With s = t² Var / KL, which is d log KL / d log t by (5):
 
 - near t = 0 the KL is quadratic in t (s = 2), √KL is linear, and Newton on √KL converges at once;
 - where a token that the old policy all but excluded takes over, the KL is exponential in t (s ≫ 2), and Newton on
@@ -8,19 +8,26 @@ With s = t² Var / KL, which is d log KL / d log t by (5):
 
 Each row takes the step that fits its s, inside a bracket that only shrinks; a step that leaves the bracket is replaced
 by the geometric mean of its ends. The bracket starts at [√(8ε)/R, 1], R the range of d: by (5) and Var ≤ R²/4 the KL at
-its left end is at most ε.
+its left end is at most ε. Nearly every row is done after three or four steps. The KL of the others has a plateau close
+to ε, where tangents say little: after six steps their brackets are cut into 32 parts, three times, and Newton takes
+over again.
 
-Nearly every row is done after three or four steps. The KL of the others has a plateau close to ε, where tangents say
-little: after six steps their brackets are cut into 32 parts, three times, and Newton takes over again.
+``solve_bracketing`` is the n-ary bracketing of the dual variable η of the authors of TROLL, as oracle and comparison.
+It shares only the definition of the KL with the other one: the candidate is written as in (2), and η is found by
+evaluating a fixed number of candidates a step and keeping the interval that holds the root. The authors take 8
+candidates, at most 20 steps, η in [1e-7, 100] and a tolerance of 1e-5. An η of 100 is too small for a small ε; here the
+ends are moved until the root lies between them, and the steps continue to the last digit.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from troll.policy import token_kl
 from troll.projection.geodesic import moments, point
 
 _NEWTON_STEPS = 6
@@ -29,6 +36,11 @@ _PARTS = 32
 _MAX_STEPS = 64
 _LAST_STEP_BELOW = 1e-7  # relative error of the KL from which one more quadratic step reaches 1e-12
 _EXPONENTIAL_ABOVE = 2.5
+CANDIDATES = 8
+BRACKET = (1e-7, 100.0)
+MAX_BRACKETING_STEPS = 40
+_TOLERANCE = 1e-14  # of log η
+_WIDEN = math.log(100.0)
 
 
 class Solution(NamedTuple):
@@ -118,3 +130,34 @@ def _cut(log_old: Tensor, d: Tensor, kl_bound: Tensor, search: _Search) -> _Sear
         below += point(log_old, d, search.low * ratio**i).kl < kl_bound
     low, high = search.low * ratio**below, search.low * ratio ** (below + 1)
     return search._replace(mix=(low * high).sqrt(), low=low, high=high, iterations=search.iterations + 1)
+
+
+def solve_bracketing(log_old: Tensor, d: Tensor, kl_bound: Tensor) -> Solution:
+    """t = 1/(1+η) with KL = ``kl_bound`` [N], for rows [N, K] whose KL at η = 0 exceeds it."""
+    log_proposal = log_old + d
+    low, high = (torch.full_like(kl_bound, end).log() for end in BRACKET)
+    while bool((outside := _kl(log_old, log_proposal, high) > kl_bound).any()):
+        low, high = torch.where(outside, high, low), torch.where(outside, high + _WIDEN, high)
+    while bool((inside := _kl(log_old, log_proposal, low) <= kl_bound).any()):
+        low, high = torch.where(inside, low - _WIDEN, low), torch.where(inside, low, high)
+    iterations = torch.zeros_like(kl_bound, dtype=torch.int64)
+    for _ in range(MAX_BRACKETING_STEPS):
+        open_ = high - low > _TOLERANCE * torch.maximum(high.abs(), torch.ones_like(high))
+        if not bool(open_.any()):
+            break
+        iterations += open_
+        width = high - low
+        # The KL falls with η: count the candidates that are still outside the trust region.
+        count = torch.zeros_like(iterations)
+        for i in range(1, CANDIDATES + 1):
+            count += _kl(log_old, log_proposal, low + i * width / (CANDIDATES + 1)) > kl_bound
+        low, high = low + count * width / (CANDIDATES + 1), low + (count + 1) * width / (CANDIDATES + 1)
+    return Solution(
+        1 / (1 + high.exp()), iterations, high - low <= 1e-12 * torch.maximum(high.abs(), torch.ones_like(high))
+    )
+
+
+def _kl(log_old: Tensor, log_proposal: Tensor, log_eta: Tensor) -> Tensor:
+    """KL(π ‖ π_old) for π ∝ exp((η log π_old + log π̃)/(η + 1))."""
+    eta = log_eta.exp()[:, None]
+    return token_kl(((eta * log_old + log_proposal) / (eta + 1)).log_softmax(-1), log_old)
