@@ -393,6 +393,6 @@ def test_the_tables_of_real_runs() -> None:
         f"The {sum(number.values())} runs of `experiments/studies`",
         f"of {with_star} runs whose settings",
         f"{sum(map(bool, well))} of {len(well)} are warned, {sum(map(bool, well)) / len(well):.1%},".replace("%", " %"),
-        f"{sum(not names for names in between)} of {len(between)} hear no warning",
+        f"{sum(not names for names in between)} of {len(between)} have no warning",
     ):
         assert said in text

@@ -108,8 +108,8 @@ KINDS = {  # rows of docs/explain.md, and what the groups of a row look like; * 
     "* functions, rate 3e-4, TROLL": r"code troll.* 3e-4",
     "* functions, rate 3e-4, the others": r"code (?!troll).* 3e-4",
     "* functions, the final runs": r"code-final .*",
-    "* word problems, 1.5 billion weights": r"gsm8k .*",
-    "* word problems, 1.5 billion weights, final runs": r"gsm8k-final .*",
+    "* word problems, 1.5 billion parameters": r"gsm8k .*",
+    "* word problems, 1.5 billion parameters, final runs": r"gsm8k-final .*",
 }
 
 
