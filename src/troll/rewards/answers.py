@@ -53,7 +53,9 @@ _COMMANDS = re.compile(  # that the parser reads as what they mean; it takes \ln
     r"|[xX]i|Pi|rho|[sS]igma|tau|(var)?phi|Phi|chi|[pP]si|[oO]mega"
 )
 _COMMAND = re.compile(r"\\([a-zA-Z]+|[^a-zA-Z\\{}])")
-_NO_THOUSANDS = re.compile(r"\d,(?!\d{3}(?!\d))\d|\d{4},\d")  # the parser takes 1,5 for 15
+_MISREAD = re.compile(  # the parser takes 1,5 for 15, and leaves out the index of a function
+    r"\d,(?!\d{3}(?!\d))\d|\d{4},\d|\\(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|exp|sqrt|frac) ?_"
+)
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def _tree(text: str) -> Answer:
         return Group("{}", ())
     if found := strip_brackets(text):
         opened, middle, closed = found
-        if opened.startswith("\\begin"):
+        if opened.startswith("\\begin") and closed == opened.replace("begin", "end"):
             rows = [tuple(map(_tree, split(row, "&"))) for row in split(middle.removesuffix("\\\\"), "\\\\")]
             return Group(opened, tuple(Group("row", row) for row in rows))
         parts = split(middle, ",;")
@@ -230,7 +232,7 @@ def _leaf(text: str) -> Leaf:
     if match := re.fullmatch(r"\\text\{([^{}]*)\}|\(?([A-Z])\)", text):
         words = re.sub(r"[\s.,;()]+", " ", match[1] or match[2]).strip().casefold()
         if fraction(words) is None:
-            return Leaf(f'"{words}"', None, unit)
+            return Leaf(f'"{words}"', None, f"{scale} {unit}" if scale != 1 else unit)
         text = words
     value = fraction(text)
     if value is None:
@@ -241,7 +243,7 @@ def _leaf(text: str) -> Leaf:
 def equal_trees(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]) -> bool:
     """Whether two trees are equal, where ``leaf`` compares two leaves. It is called for every pair that could match."""
     renamed = answer.name and gold.name != answer.name and not _relations(gold, answer)
-    if renamed and (gold.name or not _SYMBOL.fullmatch(answer.name)):
+    if renamed and (gold.name or not _SYMBOL.fullmatch(answer.name) or _contains(answer, answer.name)):
         return False
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
         return leaf(gold, answer)
@@ -252,6 +254,11 @@ def equal_trees(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]
     if gold.ends != "{}":
         return all(equal_trees(g, a, leaf) for g, a in zip(gold.parts, answer.parts, strict=True))
     return _matched([[equal_trees(g, a, leaf) for a in answer.parts] for g in gold.parts])
+
+
+def _contains(tree: Answer, name: str) -> bool:
+    """Whether a variable is in the expression that it is said to equal."""
+    return isinstance(tree, Leaf) and bool(re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z])", tree.text))
 
 
 def _matched(table: Sequence[Sequence[bool]]) -> bool:
@@ -287,16 +294,16 @@ def compare_leaves(gold: Leaf, answer: Leaf) -> bool | Pair:
     if gold.text.startswith('"') or answer.text.startswith('"'):
         words = answer.text.strip('"').replace(" ", "").casefold()
         return gold.unit == answer.unit and words == gold.text.strip('"').replace(" ", "").casefold()
+    if answer.value is not None and answer.rounded:
+        digits = len(answer.rounded.partition(".")[2])
+        near = abs(answer.value - Fraction(answer.rounded)) < Fraction(1, 10**digits)
+        return near and compare_leaves(gold, replace(answer, rounded=""))
     if "%" in (gold.unit, answer.unit) and gold.unit != answer.unit:
         return _equal_percent(gold, answer)
     if not may_follow(answer.unit, gold.unit, plain=gold.value is not None):
         return False
     if gold.text == answer.text and not answer.rounded:
         return True
-    if answer.value is not None and answer.rounded:
-        digits = len(answer.rounded.partition(".")[2])
-        near = abs(answer.value - Fraction(answer.rounded)) < Fraction(1, 10**digits)
-        return near and compare_leaves(gold, replace(answer, rounded=""))
     if gold.value is not None or _ONLY_AS_TEXT.search(gold.text) or _ONLY_AS_TEXT.search(answer.text):
         return False  # where the right answer is a number, unevaluated arithmetic is wrong
     if not _readable(gold.text, answer.text):
@@ -318,4 +325,4 @@ def _readable(gold: str, answer: str) -> bool:
     unknown = {command for command in _COMMAND.findall(answer) if not _COMMANDS.fullmatch(command)}
     if unknown - set(_COMMAND.findall(gold)) or gold.count("\\circ") != answer.count("\\circ"):
         return False
-    return not _NO_THOUSANDS.search(answer) and ("'" not in answer or "'" in gold)
+    return not _MISREAD.search(answer) and ("'" not in answer or "'" in gold)

@@ -24,7 +24,8 @@ _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(displaystyle|textstyle|limits|nolimits|left|right|middle|[bB]igg?[lr]?|bf|rm|[lL]arge)(?![a-zA-Z])", ""),
-        (r"^(\*\*|__|`|\*)([^*`]+)\1$", r"\2"),  # Markdown
+        (r"^(\*\*|__|`|\*|\")([^*`\"]+)\1$", r"\2"),  # Markdown, quotation marks
+        (r"\"", "''"),  # which mark words later
         (rf"{_PLAIN}\s*\{{([0-9.,]+|[a-zA-Z])\}}(?!\d)", r"\1"),
         (_PLAIN, ""),
         (r"\\math(?:rm|bf|it|sf|tt|normal)\s*(?=\{[^{}]*[0-9+*/=^(-])", ""),
@@ -55,7 +56,10 @@ _REWRITES = [
         (r"\\math(?:rm|bf|it|sf|normal)\s*\{([a-zA-Z]|[0-9.,]+)\}", r"\1"),
         (r"\\(?:math(?:rm|bf|it|sf)|text(?:bf|it|rm|normal|sf)|mbox|hbox)(?![a-zA-Z])\s*", r"\\text"),
         (r"\\text\s*\{\s*\}", ""),
-        (r",?\s*(\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*,?", ", "),
+        (
+            r",?\s*(\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*,?(?=\s*[^\s,;.)\]}])",
+            ", ",
+        ),
         (r"[(\[]\s*\\begin\{(?:array|matrix|smallmatrix)\}(?:\{[clr|]*\})?", r"\\begin{pmatrix}"),
         (r"\\end\{(?:array|matrix|smallmatrix)\}\s*[)\]]", r"\\end{pmatrix}"),
         (r"\\[bp]matrix|\\(begin|end)\{[bp]matrix\}", lambda m: m[0].replace("bmatrix", "pmatrix")),
@@ -76,12 +80,13 @@ _REWRITES = [
         (r",(?=\s)", ";"),  # 10, 200 is not 10,200
     )
 ]
+_FULL_STOP = re.compile(r"(?<![.,;])[.,;]$")
 _END = r"(?:[^\[\](){},;]|\([^()]*\)|\{(?:[^{}]|\{[^{}]*\})*\})+"
 _OUTWARD = re.compile(rf"([\[\](])({_END}[,;]{_END})([\[\])])")
 _SPACE = re.compile(r"(?<=[a-zA-Z0-9]) (?=[a-zA-Z0-9])|(\\text\{[^{}]*\})| ")
 _TOKEN = re.compile(r"\\begin\{\w+\}|\\end\{\w+\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _OPEN, _CLOSE = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
-_DOLLAR = r"\\?\$?"
+_DOLLAR = r"(?:\\?\$)?"
 _NUMBER = re.compile(
     rf"{_DOLLAR}\s*([-+]?)\s*{_DOLLAR}([0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]{{1,40}})?(\.[0-9]{{0,40}})?\s*{_DOLLAR}\.?"
 )
@@ -108,7 +113,7 @@ def tidy(text: str) -> str:
             break
     text = re.sub(r"\s+", " ", text).strip()
     text = _SPACE.sub(lambda m: m[1] or (" " if _apart(text, m.start()) else ""), text)
-    text = text.removeprefix("\\approx").strip().rstrip(" .,;")
+    text = _FULL_STOP.sub("", text.removeprefix("\\approx").strip())
     for _ in range(3):
         found = strip_brackets(text)
         text = found[1] if found and found[0] + found[2] == "{}" else text
