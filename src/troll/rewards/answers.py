@@ -25,10 +25,11 @@ _UNIT = re.compile(
     r"|seconds?|minutes?|hours?|days?|weeks?|months?|years?|percent))"
 )
 _BASE = re.compile(r"(?P<value>-?[0-9A-Z]+)_\{?(?P<base>\d+)\}?")
-_NAME = r"(?:\\?[a-zA-Z]+'*(?:_\{?\w+\}?)?|\\text\{[^{}]*\})(?: ?\([\w ,]*\)| [a-zA-Z]+)*"
+_NAME = r"(?:\\?[a-zA-Z]+'*(?:_\{\w+\}|_\w+)?|\\text\{[^{}]*\})(?: ?\([\w ,]*\)| [a-zA-Z]+)*"
 _NAMED = re.compile(rf"({_NAME})(?:=|\\in(?![a-zA-Z]))(.+)", re.DOTALL)
 _ORDER = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 _RELATION = re.compile(r"=|<|>|\\(le|ge|ne|equiv|in|approx)(?![a-zA-Z])")
+_BRACES = re.compile(r"\{[^{}]*\}")
 _UNEVALUATED = re.compile(
     r"\\(sum|prod|int|iint|oint|lim|limsup|liminf|max|min|sup|inf|gcd|lcm|det|deg|mod|bmod|pmod|operatorname|partial)"
     r"(?![a-zA-Z])|\\frac\{d\}|(?<![a-z])(gcd|lcm|max|min|mod|lim|sum)(?![a-z])"
@@ -52,6 +53,8 @@ _COMMANDS = re.compile(  # that the parser reads as what they mean; it takes \ln
     r"|[lr](floor|ceil)|[aA]lpha|[bB]eta|[gG]amma|[dD]elta|(var)?epsilon|[zZ]eta|eta|[tT]heta|iota|kappa|[lL]ambda|mu|nu"
     r"|[xX]i|Pi|rho|[sS]igma|tau|(var)?phi|Phi|chi|[pP]si|[oO]mega"
 )
+_DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\^(?:\{\\circ\}|\\circ(?![a-zA-Z]))")
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\([a-zA-Z]+|[^a-zA-Z\\{}])")
 _MISREAD = re.compile(  # the parser takes 1,5 for 15, and leaves out the index of a function
     r"\d,(?!\d{3}(?!\d))\d|\d{4},\d|\\(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|exp|sqrt|frac) ?_"
@@ -151,7 +154,7 @@ def parse(answer: str) -> Answer | None:
 def _tree(text: str) -> Answer:
     if fraction(text) is not None:
         return _leaf(text)
-    if (named := _NAMED.fullmatch(text)) and not _RELATION.search(named[2]):
+    if (named := _NAMED.fullmatch(text)) and not _signs(named[2]):
         return replace(_tree(named[2]), name=named[1])
     if len(parts := split(text, "\\approx")) == 2 and all(parts):
         if re.fullmatch(_NAME, parts[0]):
@@ -222,7 +225,8 @@ _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 def _leaf(text: str) -> Leaf:
     text = text.removeprefix("+")
     unit, scale = "", 1
-    if (match := _UNIT.fullmatch(text)) and not _RELATION.search(text):
+    match = None if _signs(text) else _UNIT.fullmatch(text)
+    if match and not (match["degree"] and _ANGLE.search(text)):
         text = match["value"]
         percent, degree = match["percent"], match["degree"]
         words = "%" if percent else "degree" if degree else match["text"] or match["word"] or ""
@@ -256,6 +260,13 @@ def equal_trees(gold: Answer, answer: Answer, leaf: Callable[[Leaf, Leaf], bool]
     return _matched([[equal_trees(g, a, leaf) for a in answer.parts] for g in gold.parts])
 
 
+def _signs(text: str) -> int:
+    """The number of signs such as = and < outside of braces; an index of a sum is in braces."""
+    while _RELATION.search(text) and (inner := _BRACES.search(text)):
+        text = text[: inner.start()] + text[inner.end() :]
+    return len(_RELATION.findall(text))
+
+
 def _contains(tree: Answer, name: str) -> bool:
     """Whether a variable is in the expression that it is said to equal."""
     return isinstance(tree, Leaf) and bool(re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z])", tree.text))
@@ -279,7 +290,7 @@ def _matched(table: Sequence[Sequence[bool]]) -> bool:
 
 def _relations(gold: Answer, answer: Answer) -> bool:
     """Whether one of them is an equation or inequality, which is compared as a whole."""
-    return any(isinstance(tree, Leaf) and _RELATION.search(tree.text) is not None for tree in (gold, answer))
+    return any(isinstance(tree, Leaf) and _signs(tree.text) > 0 for tree in (gold, answer))
 
 
 def compare_leaves(gold: Leaf, answer: Leaf) -> bool | Pair:
@@ -288,9 +299,8 @@ def compare_leaves(gold: Leaf, answer: Leaf) -> bool | Pair:
         if gold.relation == answer.relation:
             return True
         pair = (gold.relation, answer.relation)
-        signs = [len(_RELATION.findall(text)) for text in pair]
         solved = gold.name and not _UNKNOWN.search(gold.text)  # then an equation that is not solved is wrong
-        return pair if signs[0] == signs[1] and not solved and _readable(*pair) else False
+        return pair if _signs(pair[0]) == _signs(pair[1]) and not solved and _readable(*pair) else False
     if gold.text.startswith('"') or answer.text.startswith('"'):
         words = answer.text.strip('"').replace(" ", "").casefold()
         return gold.unit == answer.unit and words == gold.text.strip('"').replace(" ", "").casefold()
@@ -306,9 +316,10 @@ def compare_leaves(gold: Leaf, answer: Leaf) -> bool | Pair:
         return True
     if gold.value is not None or _ONLY_AS_TEXT.search(gold.text) or _ONLY_AS_TEXT.search(answer.text):
         return False  # where the right answer is a number, unevaluated arithmetic is wrong
-    if not _readable(gold.text, answer.text):
+    one, other = _DEGREES.sub(r"\\frac{\1\\pi}{180}", gold.text), _DEGREES.sub(r"\\frac{\1\\pi}{180}", answer.text)
+    if not _readable(one, other):
         return False
-    return gold.text, f"{answer.text}\\approx{answer.rounded}" if answer.rounded else answer.text
+    return one, f"{other}\\approx{answer.rounded}" if answer.rounded else other
 
 
 def _equal_percent(gold: Leaf, answer: Leaf) -> bool:

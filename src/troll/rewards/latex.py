@@ -72,6 +72,8 @@ _REWRITES = [
         (r"\)\s*U\s*\(", r")\\cup("),
         (r"\\\$|\$", ""),
         (r"\*\*", "^"),
+        (r"\^\s*\(([^()]+)\)", r"^{\1}"),
+        (r"\\bar(?![a-zA-Z])", r"\\overline"),
         (r"(\\[a-zA-Z]+)\s+(?=\d)", r"\1"),
         # the parser takes 2(3) and 2(\frac{1}{2}) for mixed numbers
         (r"(?<![\d^_.])(\d+(?:\.\d+)?)\s*(?=\()", r"\1\\cdot"),
@@ -80,6 +82,7 @@ _REWRITES = [
         (r",(?=\s)", ";"),  # 10, 200 is not 10,200
     )
 ]
+_ROOT = re.compile(r"√\s*(\d+(?:\.\d+)?)")
 _FULL_STOP = re.compile(r"(?<![.,;])[.,;]$")
 _END = r"(?:[^\[\](){},;]|\([^()]*\)|\{(?:[^{}]|\{[^{}]*\})*\})+"
 _OUTWARD = re.compile(rf"([\[\](])({_END}[,;]{_END})([\[\])])")
@@ -92,6 +95,7 @@ _NUMBER = re.compile(
 )
 _MIXED = re.compile(r"(-?)(\d{1,40}) ?(?:\\frac\{(\d{1,40})\}\{(\d{1,40})\}|(?<= )(\d{1,40})/(\d{1,40}))", re.ASCII)
 _QUOTIENT = re.compile(r"(-?)(?:\\frac\{([^{}]*)\}\{([^{}]*)\}|([^{}/]*)/([^{}/]*))")
+_REPEATING = re.compile(r"(-?)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}", re.ASCII)
 _POWER_OF_TEN = re.compile(r"(.*?)(?:\\times|\\cdot|\*)?10\^(?:\{([-+]?\d{1,3})\}|(-?\d{1,3}))", re.ASCII)
 
 
@@ -101,7 +105,7 @@ def tidy(text: str) -> str:
     >>> tidy(r"$\\dfrac 12 \\left[ x, 1 \\right].$")
     '\\\\frac{1}{2}[x;1]'
     """
-    text = text.translate(_SYMBOLS).strip()
+    text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_SYMBOLS).strip()
     for first, last in (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")):
         if len(text) > len(first + last) and text.startswith(first) and text.endswith(last):
             text = text[len(first) : -len(last)].strip()
@@ -182,7 +186,7 @@ def number(text: str) -> str | None:
 
 
 def fraction(text: str) -> Fraction | None:
-    r"""The exact value of a number, a fraction of two, a mixed number, or a number times a power of ten.
+    r"""The exact value of a number, a fraction of two, a mixed number, a repeating decimal, or a number times 10^n.
 
     >>> fraction("-0.50"), fraction(r"1\frac{1}{2}"), fraction(r"3\times10^{2}"), fraction(r"\sqrt{4}")
     (Fraction(-1, 2), Fraction(3, 2), Fraction(300, 1), None)
@@ -193,6 +197,9 @@ def fraction(text: str) -> Fraction | None:
     if match := _MIXED.fullmatch(text):
         whole, above, below = int(match[2]), int(match[3] or match[5]), int(match[4] or match[6])
         return (-1 if match[1] else 1) * (whole + Fraction(above, below)) if below else None
+    if match := _REPEATING.fullmatch(text):
+        known, repeated = Fraction(f"{match[2] or 0}.{match[3] or 0}"), Fraction(int(match[4]), 10 ** len(match[4]) - 1)
+        return (-1 if match[1] else 1) * (known + repeated / 10 ** len(match[3]))
     if match := _QUOTIENT.fullmatch(text):
         over, under = number(match[2] or match[4] or ""), number(match[3] or match[5] or "")
         if over is None or under is None or under == "0":
