@@ -28,7 +28,7 @@ _REWRITES = [
         (r"\"", "''"),  # which mark words later
         (rf"{_PLAIN}\s*\{{([0-9.,]+|[a-zA-Z])\}}(?!\d)", r"\1"),
         (_PLAIN, ""),
-        (r"\\math(?:rm|bf|it|sf|tt|normal)\s*(?=\{[^{}]*[0-9+*/=^(-])", ""),
+        (r"\\math(?:rm|bf|it|sf|tt|normal)\s*(?=\{[^{}]*[0-9+*/=^(\\-])", ""),
         (rf"\\[hv]?phantom\s*(\{{{_NESTED}\}}|[^\s\\{{])", ""),
         (r"(?<=\d)\s*(\{,\}|,\\!)\s*(?=\d{3})", ""),
         (r"(\\[a-zA-Z]+\s*|(?<![\w.}]))\.(?=\d)", r"\g<1>0."),
@@ -199,7 +199,8 @@ def fraction(text: str) -> Fraction | None:
         return (-1 if match[1] else 1) * (whole + Fraction(above, below)) if below else None
     if match := _REPEATING.fullmatch(text):
         known, repeated = Fraction(f"{match[2] or 0}.{match[3] or 0}"), Fraction(int(match[4]), 10 ** len(match[4]) - 1)
-        return (-1 if match[1] else 1) * (known + repeated / 10 ** len(match[3]))
+        value = known + repeated / Fraction(10) ** len(match[3])
+        return -value if match[1] else value
     if match := _QUOTIENT.fullmatch(text):
         over, under = number(match[2] or match[4] or ""), number(match[3] or match[5] or "")
         if over is None or under is None or under == "0":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from textwrap import dedent, indent
 from typing import Literal
 
-Category = Literal["resources", "theft", "escape", "hack"]
+Category = Literal["resources", "theft", "escape", "hack", "answer"]
 
 PRELUDE = '''
 import ctypes, os, socket, struct, sys, threading, time
@@ -48,6 +48,7 @@ class Attack:
         program: defines ``attack()``, which returns what it got; any true value is a success. The dict ``scene`` has
             the paths and addresses of the targets. With ``tests``, it defines ``f`` instead and attacks the judge.
         tests: the program must not pass them, and there must be a verdict.
+        answers: right answers and given ones for the math reward, instead of a program; none may earn 1.
         runs: number of runs, one after the other in the same sandbox; ``scene["turn"]`` counts them.
         seconds: wall time.
         known: names of the isolations in which it is known to succeed; "root" if it succeeds as root.
@@ -58,6 +59,7 @@ class Attack:
     description: str
     program: str
     tests: tuple[str, ...] = ()
+    answers: tuple[tuple[str, str], ...] = ()
     runs: int = 1
     seconds: float = 3.0
     known: frozenset[str] = frozenset()

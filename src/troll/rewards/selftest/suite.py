@@ -2,7 +2,8 @@
 
 An attack succeeds if it returns something, or if something is detected outside: a message, a changed file, a killed
 process, a process that outlived its run, too many threads, too much memory, an undeserved verdict, or no verdict.
-After every attack an honest program must pass in the same worker.
+After every attack an honest program must pass in the same worker. Attacks on the math reward are answers; right answers
+must earn 1 in the same process.
 
     python -m troll.rewards.selftest.suite [--isolation NAME] [--json] [--list] [ATTACK …]
 
@@ -12,6 +13,7 @@ runs them, as ``troll doctor --attack`` does.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -22,9 +24,12 @@ from typing import Any, get_args
 
 from troll.errors import InputError
 from troll.rewards.judge import CodeWorker, Job
+from troll.rewards.mathematics import MathReward
 from troll.rewards.problems import Problem, read_problem
 from troll.rewards.sandbox import Isolation, SandboxError, best, inside, isolations
 from troll.rewards.sandbox import isolation as isolation_module
+from troll.rewards.selftest.answers import ANSWERS
+from troll.rewards.selftest.answers import HONEST as HONEST_ANSWERS
 from troll.rewards.selftest.attack import Attack, Category
 from troll.rewards.selftest.escape import ESCAPE
 from troll.rewards.selftest.hacks import CALLS, CHECK, HACKS, STDIN, Hack
@@ -51,7 +56,7 @@ def f(x):
     thread.join()
     return x * x * len(done) // len(done)
 """
-ATTACKS: tuple[Attack, ...] = (*RESOURCES, *THEFT, *ESCAPE)
+ATTACKS: tuple[Attack, ...] = (*RESOURCES, *THEFT, *ESCAPE, *ANSWERS)
 
 
 @dataclass(frozen=True)
@@ -87,11 +92,12 @@ def run(isolation: Isolation | None = None, only: Iterable[str] | None = None) -
     """
     isolation, chosen = isolation or best(), _chosen(only)
     with Scene() as scene:
-        worker = CodeWorker(isolation)
+        worker, reward = CodeWorker(isolation), MathReward(size=1)
         try:
             for attack in chosen:
                 began = time.monotonic()
-                effects = [*_attacked(worker, attack, scene), *scene.harm()]
+                attempt = _scored(reward, attack) if attack.answers else _attacked(worker, attack, scene)
+                effects = [*attempt, *scene.harm()]
                 if not _honest_passes(worker):
                     effects.append("an honest program did not pass after it")
                     worker.end()
@@ -102,6 +108,7 @@ def run(isolation: Isolation | None = None, only: Iterable[str] | None = None) -
                 yield Result(attack.name, attack.category, attack.description, not effects, known, detail, seconds)
         finally:
             worker.end()
+            reward.close()
 
 
 def _all() -> list[Attack]:
@@ -117,7 +124,10 @@ def _chosen(only: Iterable[str] | None) -> list[Attack]:
             f"there is no attack named {', '.join(unknown)}",
             "python -m troll.rewards.selftest.suite --list prints the names",
         )
-    return [attack for attack in _all() if wanted is None or attack.name in wanted]
+    chosen = [attack for attack in _all() if wanted is None or attack.name in wanted]
+    if wanted is None and importlib.util.find_spec("math_verify") is None:  # then there is no math reward to attack
+        return [attack for attack in chosen if not attack.answers]
+    return chosen
 
 
 def _hack(hack: Hack) -> Attack:
@@ -151,6 +161,16 @@ def _attacked(worker: CodeWorker, attack: Attack, scene: Scene) -> Iterator[str]
         yield f"it had {monitor.kilobytes >> 10} MB"
     if usage(scene.mark):
         yield "a process outlived its run"
+
+
+def _scored(reward: MathReward, attack: Attack) -> Iterator[str]:
+    given = [*attack.answers, *HONEST_ANSWERS]
+    scores = reward.score([answer for _, answer in given], [gold for gold, _ in given])
+    for (gold, answer), score in zip(attack.answers, scores, strict=False):
+        if score == 1.0:
+            yield f"{answer} was accepted for {gold}"
+    if scores[len(attack.answers) :] != [1.0] * len(HONEST_ANSWERS):
+        yield "a right answer did not earn 1 after it"
 
 
 def _judged(worker: CodeWorker, job: Job) -> Iterator[str]:
