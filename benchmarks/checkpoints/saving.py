@@ -1,8 +1,8 @@
-"""How long a checkpoint takes: TROLLTrainer's beside TRL's own, in turns, with the same model, optimizer and disk.
+"""Time to save a checkpoint: TROLLTrainer and TRL in turns, with the same model, optimizer and disk.
 
     python benchmarks/checkpoints/saving.py [--model FOLDER] [--folder SOMEWHERE_ON_THE_DISK]
 
-Without ``--model``: random weights in the shapes of SmolLM2-135M and of a model a tenth its size. Both trainers make
+Without ``--model``: random parameters in the shapes of SmolLM2-135M and of a model a tenth its size. Both trainers make
 one real update, so that the optimizer has a state, and then save in turns, each on a disk with nothing left to write.
 TRL returns while its files are still in memory; so beside the time until a save returns stands the time until all of
 it is on the disk. Writes results.json beside this file.
@@ -52,7 +52,7 @@ UPDATES = 8  # on each rollout
 
 
 def model_of(name: str) -> tuple[Any, Any]:
-    """A model and its tokenizer, from a folder or made up."""
+    """A model and its tokenizer, from a folder or with random parameters."""
     if name not in SHAPES:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), AutoTokenizer.from_pretrained(name)
     tokens = tiny_models.tokenizer()
@@ -120,7 +120,7 @@ def timed(parts: dict[str, float], *places: tuple[Any, str, str]) -> Iterator[No
 
 
 def save(run: Any, kind: str, step: int) -> dict[str, Any]:
-    """One checkpoint, on a disk that has nothing else to do."""
+    """Time of one checkpoint on an idle disk."""
     run.state.global_step = step
     gc.collect()
     os.sync()
@@ -208,7 +208,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 def main() -> None:
     """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="*", default=list(SHAPES), help="folders; without it, random weights")
+    parser.add_argument("--model", nargs="*", default=list(SHAPES), help="folders; without it, random parameters")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; without it, the temporary one")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--length", type=int, default=64, help="tokens per completion, of 32 completions per rollout")

@@ -1,14 +1,14 @@
-"""What the trust region costs: TROLL against clipping in the same trainer, model, data and schedule.
+"""Cost of the trust region: TROLL against clipping in the same trainer, model, data and schedule.
 
     python benchmarks/trl/overhead.py --model tiny
     python benchmarks/trl/overhead.py --model PATH_OR_NAME --repeats 3 --rollouts 2
     python benchmarks/trl/overhead.py --model qwen2.5-1.5b --batch 64 --length 128 --limit 110
 
-A shape (smollm2-135m, qwen2.5-1.5b, qwen3-4b) is that model with random weights, made on the spot; its last norm is
+A shape (smollm2-135m, qwen2.5-1.5b, qwen3-4b) is that model with random parameters; its last norm is
 scaled such that logits have a deviation of 4.
 
 Arms take turns, several times; completions have a fixed length, so that all arms do the same work. On a CPU every run
-is a process of its own, for its peak memory; on a GPU, where the allocator says what was used, all runs share one.
+is a process of its own, for its peak memory; on a GPU, where the allocator counts it, all runs share one.
 Reported, each as the ratio of medians to ``clip``: seconds per update (generation and scoring included), the same
 without generation, the update alone, scoring a rollout, a rollout, and peak memory (resident set on a CPU, allocator
 on a GPU). A run is refused if the bound does not hold in it, or the first update on a rollout starts outside.

@@ -1,4 +1,4 @@
-"""What the trust region costs inside verl's engine: scoring a rollout and updating on it, against verl's own clip.
+"""Cost of the trust region in verl's engine: scoring a rollout and updating on it, against verl's clip.
 
     python benchmarks/verl/engine.py --out engine.json                      a model of Qwen2.5-1.5B's shape, on a GPU
     python benchmarks/verl/engine.py --model PATH --sequences 8 --out …     another model
@@ -57,7 +57,7 @@ SHAPE = {
 
 
 def make(folder: Path) -> None:
-    """A model of that shape with random weights; its last norm is scaled such that logits have a deviation of 4."""
+    """A model of that shape with random parameters; its last norm is scaled such that logits have a deviation of 4."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE), dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What travels, what is stored and what is computed in a step of verl with the trust region, for large runs.
+"""Data moved, stored and computed in a step of verl with the trust region, for large runs.
 
     python benchmarks/verl/sizes.py --out sizes.json      measure the bytes of a token, and the queue if --queue
     python benchmarks/verl/sizes.py --table sizes.json    the table of docs/verl.md
@@ -37,7 +37,7 @@ class Run:
     shards: int
     """Processes that share one copy of a token's logits: tensor × pipeline × sequence parallelism."""
     active: float
-    """Weights that a token meets, in billions."""
+    """Active parameters per token, in billions."""
     passes: int
     """Passes of verl that read all fields of a sequence after it was scored: the update, and reference or critic."""
 
@@ -107,7 +107,7 @@ def table(measured: dict[str, Any], engine: dict[str, Any]) -> str:
                 tokens * each / run.gpus + own * each * run.passes
             )  # written once, read by every process of a copy
             seconds = own * (scoring + update) / 1e6
-            model = 8e9 * run.active * tokens / run.gpus / SPEED  # 2 to score, 2 forward and 4 backward per weight
+            model = 8e9 * run.active * tokens / run.gpus / SPEED  # 2 to score, 2 forward and 4 backward per parameter
             lines.append(
                 f"| {run.name} | {tokens / 1e6:.0f} M | {kept} | {tokens * each / 1e9:.1f} GB | "
                 f"{travels / 1e6:.0f} MB | {seconds:.1f} s | {model:.0f} s |"

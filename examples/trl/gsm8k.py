@@ -66,7 +66,7 @@ class Task:
     tiny: bool = field(
         default=False,
         metadata={
-            "help": "Try it: an untrained model of a few thousand weights, four problems, 16 steps, on a CPU. On "
+            "help": "Try it: an untrained model of a few thousand parameters, four problems, 16 steps, on a CPU. On "
             "the command line only."
         },
     )

@@ -1,4 +1,4 @@
-"""Train a LoRA adapter on GSM8K with TROLL: the model's own weights stay as they are.
+"""Train a LoRA adapter on GSM8K with TROLL: the parameters of the model itself are not trained.
 
     python lora.py --tiny                     try it: no download, no GPU, seconds
     python lora.py --lora_r 32                Qwen2.5-1.5B-Instruct on one GPU

@@ -1,9 +1,9 @@
-"""Teach a language model to add, by reinforcement learning with TRL.
+"""Train a language model to add, with TRL and TROLL.
 
     python minimal.py            Qwen2.5-0.5B-Instruct on a GPU
-    python minimal.py --tiny     an untrained model of a few thousand weights, on a CPU in seconds
+    python minimal.py --tiny     an untrained model of a few thousand parameters, on a CPU in seconds
 
-Prints what is logged, and saves the model.
+Prints the log and saves the model.
 """
 
 import argparse

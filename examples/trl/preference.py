@@ -1,4 +1,4 @@
-"""Train a model to please a reward model, with TROLL: for tasks where no program can check the answer.
+"""Train a model with a reward model and TROLL, for tasks where no program can check the answer.
 
     python preference.py --tiny                                     try it: no download, no GPU, seconds
     python preference.py                                            Qwen2.5-1.5B-Instruct and Skywork's reward model
@@ -6,7 +6,7 @@
     python preference.py --beta 0.01                                and stay near the model it started from
 
 The two distances do different things. kl_bound limits each update: how far a token's distribution may be from the
-policy that made the rollout. beta weighs the KL to the model at the start of training, over the whole run; it costs a
+policy that generated the rollout. beta weighs the KL to the model at the start of training, over the whole run; it costs a
 second copy of the model. A reward model can be fooled: read completions (--log_completions), not only rewards.
 """
 
@@ -49,7 +49,7 @@ class Task:
     tiny: bool = field(
         default=False,
         metadata={
-            "help": "Try it: untrained models of a few thousand weights, four prompts, 16 steps, on a CPU. On the "
+            "help": "Try it: untrained models of a few thousand parameters, four prompts, 16 steps, on a CPU. On the "
             "command line only."
         },
     )
@@ -71,7 +71,7 @@ def load(name: str) -> Dataset:
 
 
 def main() -> None:
-    """Put the parts together."""
+    """Load the data and the models, train, and save."""
     task, args, model = parse(Task, SETTINGS, __doc__)
     if task.tiny:
         import tiny_models

@@ -1,4 +1,4 @@
-"""Models of a few thousand weights, untrained, made on the spot: the examples run on them with ``--tiny``, so do tests.
+"""Untrained models of a few thousand parameters, for the examples with ``--tiny`` and for tests.
 
 A byte is a token. ``save(kind, folder)`` writes a model and its tokenizer or processor for ``from_pretrained``. Kinds:
 ``dense`` (Qwen3), ``moe`` (Qwen3-MoE), ``vision`` (Qwen2.5-VL) and ``reward`` (a classifier with one output).

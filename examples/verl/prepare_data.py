@@ -1,4 +1,4 @@
-"""Any task of ``troll train`` as verl reads it: train.parquet, held_out.parquet, and task.json for the reward.
+"""Write a task of ``troll train`` for verl: train.parquet, held_out.parquet, and task.json for the reward.
 
 python prepare_data.py mbpp data/code
 python prepare_data.py code data/code --data problems.jsonl
@@ -17,15 +17,15 @@ from troll.lab.verl.data import request_of, write_task
 
 
 def main() -> None:
-    """Write the files and say how to name them to verl."""
+    """Write the files and print the keys of verl that name them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", help="gsm8k, math, mbpp, humaneval, code, gym:NAME, data, or a Python file")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--data", help="the problems, where the task takes any")
-    parser.add_argument("--eval_data", help="the same, of the held-out ones")
-    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="of the task")
+    parser.add_argument("--data", help="file with the problems, for tasks that read one")
+    parser.add_argument("--eval_data", help="file with the held-out problems")
+    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="options of the task")
     parser.add_argument(
-        "--reward", nargs="*", default=[], metavar="FILE.py:FUNCTION", help="in place of the task's own"
+        "--reward", nargs="*", default=[], metavar="FILE.py:FUNCTION", help="replaces the reward of the task"
     )
     parser.add_argument("--train_size", type=int)
     parser.add_argument("--eval_size", type=int)

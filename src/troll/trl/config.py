@@ -63,7 +63,7 @@ class TROLLConfig(GRPOConfig):
     )
     regression_coef: float = field(
         default=_FROM_PRESET,
-        metadata={"help": "Weight of the regression term, which pulls the network towards its projection: 1."},
+        metadata={"help": "Coefficient of the regression term, which pulls the network towards its projection: 1."},
     )
     max_support: int = field(
         default=_FROM_PRESET,
@@ -93,7 +93,7 @@ class TROLLConfig(GRPOConfig):
     regression_coef_schedule: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "How the weight of the regression changes, starting at regression_coef: 'projected target=0.05' "
+            "help": "How the coefficient of the regression changes, starting at regression_coef: 'projected target=0.05' "
             "raises it, up to ten times, while more than this fraction of the tokens is outside of the bound. Unset: "
             "constant."
         },

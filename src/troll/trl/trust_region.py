@@ -13,7 +13,7 @@
 ===================================  ==================================================================================
 
 For α there is ``projected target=0.05``: α starts at ``regression_coef`` and grows, up to ten times, while more than
-``target`` of the tokens are outside of the bound. docs/bounds.md says when to use which.
+``target`` of the tokens are outside of the bound. docs/bounds.md compares them.
 """
 
 from __future__ import annotations

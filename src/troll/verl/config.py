@@ -99,7 +99,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     kl_bound_schedule: Any = None
     """Must be None: verl's loss has no state that a schedule could be kept in."""
     regression_coef: float = _FROM_PRESET
-    """α, the weight of the regression term, which pulls the network towards its projection."""
+    """α, the coefficient of the regression term, which pulls the network towards its projection."""
     tail: str = _FROM_PRESET
     """Dropped probability is one more outcome (``bucket``) or 1e-12 per missing token (``floor``)."""
     importance_sampling_level: str = "token"

@@ -1,4 +1,4 @@
-"""Checkpoints: written complete or not at all, and resumed from bit for bit.
+"""Checkpoints: written atomically, and resumed bit for bit.
 
 TRL writes a checkpoint in place, drops the rollout in progress, and pickles the optimizer and the random generators.
 ``SafeCheckpoints`` stages TRL's files, checksums and renames them (``store``), and saves the rest of the run's state

@@ -154,7 +154,7 @@ _CONSTANT = ("constant", "constant_with_warmup")
 
 
 def affects_training(setting: str, length: bool = True) -> bool:
-    """Whether a setting can affect training; ``length`` says whether the length of the run does."""
+    """Whether a setting can affect training; ``length``: whether the length of the run does."""
     if setting in LENGTH:
         return length
     return setting not in FREE and not setting.startswith(FREE_PREFIXES)
