@@ -3,9 +3,9 @@
     python benchmarks/trl/generation.py --model qwen2.5-1.5b --sequences 256 --prompt 256 --tokens 128
     python benchmarks/trl/generation.py --model smollm2-135m
 
-fp32 parameters that train in bf16, as ``troll train`` has them; random parameters of a model's shape; prompts padded on the
-left; no end before the last token. Arms take turns. Checked first: kept casts give the same tokens, grouped attention
-the same logits in fp32. Reported: seconds, their ratio to ``plain``, the allocator's peak.
+fp32 parameters that train in bf16, as ``troll train`` has them; random parameters of a model's shape; prompts padded on
+the left; no end before the last token. Arms take turns. Checked first: kept casts give the same tokens, grouped
+attention the same logits in fp32. Reported: seconds, their ratio to ``plain``, the allocator's peak.
 """
 
 from __future__ import annotations

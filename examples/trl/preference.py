@@ -5,9 +5,10 @@
     python preference.py --reward_model NAME_OR_FOLDER              another one: a sequence classifier with one output
     python preference.py --beta 0.01                                and stay near the model it started from
 
-The two distances do different things. kl_bound limits each update: how far a token's distribution may be from the
-policy that generated the rollout. beta weighs the KL to the model at the start of training, over the whole run; it costs a
-second copy of the model. A reward model can be fooled: read completions (--log_completions), not only rewards.
+kl_bound and beta limit different distances. kl_bound limits each update: how far a token's distribution may be from the
+policy that generated the rollout. beta is the coefficient of the KL to the model at the start of training, over the
+whole run; it needs a second copy of the model. A reward model can be fooled: read completions (--log_completions), not
+only rewards.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ import decimal
 import logging
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -341,3 +343,10 @@ def test_what_another_process_could_not_use_is_seen_here() -> None:
     assert watch.faults == []
     assert "'first' returned inf for completion 2" in str(watch.explain(rewards))
     assert "'second' returned nan for completion 0" in str(watch.explain(rewards[3:]))
+
+
+def test_the_rewards_of_a_verl_worker_do_not_import_TRL() -> None:
+    loaded = "'troll.trl.robust.reward_validation' in sys.modules, 'trl' in sys.modules"
+    code = f"import sys, troll.lab.verl.data; print({loaded})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

@@ -1,4 +1,4 @@
-"""What a run is known by: the same for the same run, wherever and whenever it is made; another for another."""
+"""The fingerprint of a run does not depend on place or time, and changes with the run."""
 
 from __future__ import annotations
 
