@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from troll.trl import TROLLTrainer
-from troll.trl import forward as scoring
+from troll.trl import passes as scoring
 
 # transformers 5.10 resumes on several CPUs with map_location="cpu:0", which torch does not know
 torch.serialization.register_package(

@@ -166,7 +166,7 @@ def test_a_trust_region_can_act_where_TRL_keeps_old_log_probabilities(
         ("regression_coef", -1.0, "-1.0"),
         ("regression_coef", math.inf, "inf"),
         ("regression_coef", math.nan, "nan"),
-        ("max_support", 0, "max_support=0"),
+        ("max_support", 0, "got 0"),
         ("tail_mass", -1e-5, "-1e-05"),
         ("tail_mass", 1.5, "1.5"),
         ("tail_mass", math.nan, "nan"),
@@ -283,7 +283,7 @@ def test_every_field_of_TRL_refuses_a_value_of_another_type_by_name(tmp_path: Pa
         return  # TRL and transformers take more types than they declare, or a class
     hint = str(get_type_hints(TROLLConfig)[entry.name])
     wrong = 3 if "str" in hint and "int" not in hint else [0.5] if "int" in hint and "str" in hint else "wrong"
-    given = {"output_dir": str(tmp_path), "report_to": "none", entry.name: wrong}
+    given = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, entry.name: wrong}
     if entry.name == "include_num_input_tokens_seen":
         given[entry.name] = 2.5
     with pytest.raises(InputError, match=rf"^{entry.name} must be "):

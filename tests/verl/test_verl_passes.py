@@ -21,7 +21,7 @@ REFUSED = {
     "verl's loss": "the engine troll_lm needs policy_loss.loss_mode=troll, got vanilla",
     "another loss": "supports verl's ppo_loss only",
     "verl's engine": "policy_loss.loss_mode=troll needs the engine troll_lm",
-    "another order": "6 bytes a position and 7 a kept token",
+    "another order": "6 bytes per position and 7 per kept token",
     "another format": "in format 2, the batch has 2 sequences and needs format 1. Install the same version of troll",
     "another token": "the old policy in this batch was recorded for other tokens",
     "dropout": "dropout (model.layers.0.self_attn.attention_dropout=0.1)",

@@ -30,8 +30,8 @@ _CLASSES: dict[Any, tuple[tuple[type, ...], str]] = {
     dict: ((Mapping,), "a dictionary"),
     list: ((list, tuple), "a list"),
 }
-_LOOSE = ("scale_rewards", "fsdp")
-"""Declared as strings by TRL and transformers, which take other types too."""
+_LOOSE = ("scale_rewards", "fsdp", "kl_bound_schedule", "regression_coef_schedule")
+"""The first two are declared as strings, and TRL and transformers take more; the others have a check of their own."""
 _OR_NONE = ("max_grad_norm", "top_k", "top_p", "repetition_penalty")
 """Declared as numbers; None turns them off."""
 

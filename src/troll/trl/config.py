@@ -93,9 +93,9 @@ class TROLLConfig(GRPOConfig):
     regression_coef_schedule: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "How the coefficient of the regression changes, starting at regression_coef: 'projected target=0.05' "
-            "raises it, up to ten times, while more than this fraction of the tokens is outside of the bound. Unset: "
-            "constant."
+            "help": "How the coefficient of the regression changes, starting at regression_coef: 'projected "
+            "target=0.05' raises it, up to ten times, while more than this fraction of the tokens is outside of the "
+            "bound. Unset: constant."
         },
     )
     scale_regression: bool = field(
