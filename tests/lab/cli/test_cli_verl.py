@@ -96,7 +96,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: Non
     assert [line["step"] for line in run.metrics()] == [4, 8]
     out = capsys.readouterr().out
     assert "with verl, nodes: 1, GPUs per node: 1" in out
-    assert "Reward 0.250 → 0.375" in out
+    assert "Sampled reward 0.250, 0.500: too few rollouts for a trend." in out
     assert (run.path / "model" / "model.safetensors").read_text() == "4"
     assert main(["report", str(run.path)]) == 0
 

@@ -177,7 +177,7 @@ def test_arms_differ_in_the_loss_alone(region: str, level: str):
     common = (*AUTHORS, "--importance_sampling_level", level, "--epsilon", "0.1", "--epsilon_high", "0.3")
     troll, other = told(*common), told(*common, "--trust_region", region)
     assert troll.keys() - other.keys() == TROLLS
-    watchdog = f"{ROLLOUT}.agent.agent_loop_manager_class"  # +trust_region=troll has it, too
+    watchdog = f"+{ROLLOUT}.agent.agent_loop_manager_class"  # +trust_region=troll has it, too
     assert other.keys() - troll.keys() == CLIPS | {f"{LOSS}.loss_mode", watchdog}
     assert {name: troll[name] for name in troll.keys() & other.keys()} == {
         name: other[name] for name in troll.keys() & other.keys()

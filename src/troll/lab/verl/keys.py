@@ -156,7 +156,7 @@ KEYS: dict[str, tuple[Key, ...]] = {
             "TRL's upper clip of the ratio, 1e9 if unset; verl's default is 3",
         ),
         Key(
-            "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
+            "+actor_rollout_ref.rollout.agent.agent_loop_manager_class",
             ("trust_region",),
             _only_if(lambda s: s.clips, lambda s: "troll.verl.driver.WatchedAgentLoopManager"),
             "the watchdog and the metrics of the rewards, which are part of `+trust_region=troll`",
