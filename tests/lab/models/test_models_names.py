@@ -87,7 +87,7 @@ def test_a_folder_that_is_nearly_right_is_told_what_would_be(folder: Path) -> No
     folder.rename(run / "model")
     with pytest.raises(InputError, match=r"Did you mean .*/run/model\?$"):
         resolve_model(str(run))
-    with pytest.raises(InputError, match=r"is a file, not a folder\. Pass the folder of the model\.$"):
+    with pytest.raises(InputError, match=r"is a file, not a folder\. Pass the folder with the config\.json"):
         resolve_model(str(run / "model" / "config.json"))
     adapter = folder.parent / "adapter"
     adapter.mkdir()
