@@ -17,7 +17,7 @@ from troll.rewards.code import CodeReward, code_of
 from troll.rewards.judge import CodeWorker, Job, Verdict
 from troll.rewards.problems import Expression, Statement, Stream, equal_values, parse_test, read_problem
 from troll.rewards.sandbox import Sandbox, SandboxError, isolations
-from troll.rewards.sandbox.inside import decode, encode
+from troll.rewards.sandbox.values import decode, encode
 from troll.rewards.workers.pool import PoolError, WorkerFailed
 
 SQUARE = "def f(x):\n    return x * x\n"
@@ -134,10 +134,9 @@ def test_a_sandbox_without_namespaces_is_used_for_one_program():
         worker.end()
 
 
-def test_processor_time_is_limited_too(worker, monkeypatch):
-    monkeypatch.setattr(judge, "CPU_SECONDS", 1)
-    assert verdict(worker, "def f(x):\n    while True: pass", seconds=60.0).status == "timeout"
-    assert verdict(worker, "while True: pass", ADD, seconds=60.0).status == "timeout"
+def test_processor_time_is_limited_too(worker):
+    assert verdict(worker, "def f(x):\n    while True: pass", seconds=60.0, cpu_seconds=1.0).status == "timeout"
+    assert verdict(worker, "while True: pass", ADD, seconds=60.0, cpu_seconds=1.0).status == "timeout"
 
 
 def test_every_status_of_a_killed_process_is_right():
@@ -210,7 +209,7 @@ def test_code_that_tests_uses_its_own_helpers_and_not_those_of_the_program(worke
 
 def test_a_test_that_cannot_be_held_is_nobodys_fault(worker):
     with pytest.raises(WorkerFailed, match="not plain values"):
-        verdict(worker, "def f(g): return g(1)", ["assert f(lambda x: x) >= 1"])
+        verdict(worker, "def f(g): return g(1)", ["assert f(object()) >= 1"])
 
 
 @pytest.mark.parametrize(
@@ -317,7 +316,7 @@ def test_problems_that_cannot_be_read_are_said(tests, says):
         ("assert f(1) == 2", Expression("f(1)", 2)),
         ("assert 2 == f(1), 'message'", Expression("f(1)", 2)),
         ("assert f((1, 2)) == -1.5", Expression("f((1, 2))", -1.5)),
-        ("assert set(f(1)) == set((4, 5))", Expression("set(f(1))", {4, 5})),
+        ("assert set(f(1)) == set((4, 5))", Statement("assert set(f(1)) == set((4, 5))")),
         ("assert f(1) == [('a', None), {'b': True}]", Expression("f(1)", [("a", None), {"b": True}])),
         ("assert f(1)", Expression("bool(f(1))", True)),
         ("assert not f(1, 2)", Expression("bool(f(1, 2))", False)),
@@ -460,8 +459,8 @@ def test_a_sandbox_that_dies_is_replaced_and_the_program_judged(monkeypatch):
     start = CodeWorker.start
     killed = itertools.count()
 
-    def dying(self, function):
-        run = start(self, function)
+    def dying(self, function, *limits):
+        run = start(self, function, *limits)
         if next(killed) == 2:
             worker_of.append(self)
             self._sandbox._process.kill()
@@ -480,10 +479,10 @@ def test_a_sandbox_that_always_fails_is_no_reward_and_ends_the_run(monkeypatch):
     monkeypatch.setattr("troll.rewards.workers.pool._PAUSE", 0.0)
     start = Sandbox.start
 
-    def sometimes(self, function, limits=None):
+    def sometimes(self, function, *limits):
         if broken:
             raise SandboxError("the disk is full")
-        return start(self, function, limits)
+        return start(self, function, *limits)
 
     broken = False
     monkeypatch.setattr(Sandbox, "start", sometimes)

@@ -1,29 +1,33 @@
 """The judge: runs a program in the sandbox and decides whether it passes its test cases.
 
 The program never sees expected values. Cases are sent one at a time in random order, the answers come back over a pipe
-that belongs to this run, and they are compared here. A wrong program scores 0; a broken sandbox is no verdict.
+that belongs to this run, and they are compared here, or in the process of the test. Every case has its own limits of
+time. A wrong program scores 0; a broken sandbox is no verdict.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from troll.rewards.problems import Case, Problem, Statement, Stream
-from troll.rewards.sandbox import Ending, Isolation, Sandbox, SandboxError, SandboxRun, inside
+from troll.rewards.problems import TOLERANCE, Case, Problem, Statement, Stream
+from troll.rewards.sandbox import Ending, Isolation, Sandbox, SandboxError, SandboxRun, examiner, inside, values
 from troll.rewards.workers.pool import WorkerFailed
 from troll.rewards.workers.process import NoReply, PipeClosed, ReplyInvalid, ReplyLate, ReplyTooLong
 
 Status = Literal["pass", "wrong", "timeout", "crash", "limit", "infra_error"]
-SECONDS = 15.0  # wall time for a program and all its cases
-CPU_SECONDS = 6  # for each process
+SECONDS = 15.0  # wall time for each case
+CPU_SECONDS = 6.0  # for each case
+MEMORY = 1024  # megabytes
+CPU_TOTAL = 100  # times the processor time of a case that a process may use in all
 _MAX_PRINTED = 4 << 20  # bytes that a program may print
 _STATUS_OF: dict[str, Status] = {inside.LIMIT: "limit", "Unsendable": "wrong"}  # other exceptions: crash
 _TEST_START_SECONDS = 30.0  # for the first reply of a test's process, before it has anything from the program
@@ -48,12 +52,20 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Job:
-    """A program and the problem it has to solve."""
+    """A program and the problem it has to solve.
+
+    Attributes:
+        seconds, cpu_seconds: wall time and processor time for each case, and for starting the program.
+        all_cases: go on after a failure. Every case then has a process of its own, so that none depends on another.
+        tolerance: relative, for numbers that are not whole.
+    """
 
     program: str
     problem: Problem
     seconds: float = SECONDS
     all_cases: bool = False
+    cpu_seconds: float = CPU_SECONDS
+    tolerance: float = TOLERANCE
 
 
 class Failed(Exception):  # noqa: N818, an outcome
@@ -67,71 +79,78 @@ class Failed(Exception):  # noqa: N818, an outcome
 class CodeWorker:
     """A worker of the pool: a sandbox and the judge outside of it. One job at a time."""
 
-    def __init__(self, isolation: Isolation | None = None) -> None:
-        self._isolation, self._used = isolation, False
+    def __init__(self, isolation: Isolation | None = None, memory: int = MEMORY, packages: Sequence[str] = ()) -> None:
+        self._isolation, self._memory, self._packages, self._used = isolation, memory, packages, False
         self._sandbox = self._open()
 
     def do(self, job: Job) -> Verdict:
         """The verdict on a program; WorkerFailed if the sandbox failed."""
-        until = time.monotonic() + job.seconds
         cases = list(job.problem.cases)
         random.SystemRandom().shuffle(cases)
-        status: Status = "pass"
-        passed = 0
+        statuses: list[Status] = []
         try:
-            with contextlib.closing(_Program(self, job, until)) as program:
+            with contextlib.closing(_Program(self, job)) as program:
                 for case in cases:
                     try:
                         program.check(case)
-                        passed += 1
+                        statuses.append("pass")
                     except Failed as failure:
-                        status = failure.status if status == "pass" else status
-                        program.end()
-                        if not job.all_cases or time.monotonic() >= until:
+                        statuses.append(failure.status)
+                        if not job.all_cases:
                             break
+                    if job.all_cases:
+                        program.end()
         except SandboxError as error:
             raise WorkerFailed(error.problem) from error
-        return Verdict(status, passed, len(cases))
+        failed = sorted(status for status in statuses if status != "pass")
+        return Verdict(failed[0] if failed else "pass", len(statuses) - len(failed), len(cases))
 
-    def start(self, function: Callable[[int, int], None]) -> SandboxRun:
+    def start(self, function: Callable[[int, int], None], cpu_seconds: float = CPU_SECONDS) -> SandboxRun:
         """A fresh process for a program."""
         if self._used and not self._sandbox.reusable:
             self._sandbox.end()
             self._sandbox = self._open()
         self._used = True
-        return self._sandbox.start(function, {"RLIMIT_CPU": CPU_SECONDS})
+        return self._start(function, cpu_seconds)
 
-    def start_beside(self, function: Callable[[int, int], None]) -> SandboxRun:
+    def start_beside(self, function: Callable[[int, int], None], cpu_seconds: float = CPU_SECONDS) -> SandboxRun:
         """A second process in the same sandbox, for code of the test."""
-        return self._sandbox.start(function, {"RLIMIT_CPU": CPU_SECONDS})
+        return self._start(function, cpu_seconds)
+
+    def _start(self, function: Callable[[int, int], None], cpu_seconds: float) -> SandboxRun:
+        limits = {"RLIMIT_CPU": math.ceil(CPU_TOTAL * cpu_seconds), "RLIMIT_AS": self._memory << 20}
+        return self._sandbox.start(function, limits, cpu_seconds)
 
     def end(self) -> None:
         """Close the sandbox."""
         self._sandbox.end()
 
     def _open(self) -> Sandbox:
-        return Sandbox([inside], self._isolation)
+        return Sandbox([values, inside, examiner], self._isolation, self._packages)
 
 
 class _Program:
     """A program while its cases are checked."""
 
-    def __init__(self, worker: CodeWorker, job: Job, until: float) -> None:
-        self.worker, self.job, self.until = worker, job, until
+    def __init__(self, worker: CodeWorker, job: Job) -> None:
+        self.worker, self.job, self._until = worker, job, 0.0
         self._run: SandboxRun | None = None
 
     def check(self, case: Case) -> None:
         """Return if the program passes this case; Failed if not."""
         if isinstance(case, Stream):
+            self._begin()
             self._check_stream(case)
             return
         if self._run is None:
             self._load()
+        self._begin()
         if isinstance(case, Statement):
             self._check_statement(case)
             return
         try:
-            right = case.accepts(self._value(evaluate=case.source))
+            value = self._value(evaluate=case.source, function=case.function)
+            right = case.accepts(value, self.job.tolerance)
         except RecursionError:
             right = False
         if not right:
@@ -144,27 +163,31 @@ class _Program:
 
     close = end
 
+    def _begin(self) -> None:
+        """Give the program its time anew."""
+        self._until = time.monotonic() + self.job.seconds
+        if self._run is not None:
+            self._run.allow(self.job.cpu_seconds)
+
     def _load(self) -> None:
-        self._run = self.worker.start(inside.serve_calls)
-        if self.job.problem.setup and "error" in self._ask(run=self.job.problem.setup):
-            raise SandboxError(
-                f"the setup of a problem does not run in the sandbox: {self.job.problem.setup!r}", "Fix the setup"
-            )
-        for code in (self.job.program, self.job.problem.prepare):
-            if code:
-                self._value(run=code)
+        self._run = self.worker.start(inside.serve_calls, self.job.cpu_seconds)
+        self._begin()
+        before = self.job.problem.before_program
+        if before and "error" in self._ask(run=before, shared=True):
+            raise SandboxError(f"the setup of a problem does not run in the sandbox: {before!r}", "Fix the setup")
+        self._value(run=self.job.program)
 
     def _value(self, **request: Any) -> Any:
         reply = self._ask(**request)
         if "error" in reply:
             raise Failed(_STATUS_OF.get(reply["error"], "crash"))
-        return _decoded(reply["value"])
+        return _decoded(reply.get("value"))
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         """The reply of the program's process: a dict with a value, or with the name of an exception."""
         assert self._run is not None
         try:
-            reply = self._run.lines.ask(self.until - time.monotonic(), request)
+            reply = self._run.lines.ask(self._until - time.monotonic(), request)
         except ReplyLate:
             raise Failed("timeout") from None
         except ReplyTooLong:
@@ -175,52 +198,62 @@ class _Program:
             ending = self.end()
             assert ending is not None
             raise Failed(_status(ending)) from None
-        match reply:
-            case {"error": str(), **rest} | {"value": _, **rest} if not rest:
-                return reply  # type: ignore[no-any-return]
+        if isinstance(reply, dict) and ("value" in reply or isinstance(reply.get("error"), str)):
+            return reply
         raise Failed("wrong")
 
     def _check_statement(self, case: Statement) -> None:
-        test = self.worker.start_beside(inside.run_test)
-        imports = "".join(f"import {name}\n" for name in sorted(case.modules))
-        order = {"setup": imports + self.job.problem.setup, "test": case.source, "names": case.names}
+        problem = self.job.problem
+        test = self.worker.start_beside(examiner.run_test, self.job.cpu_seconds)
+        order = {
+            "setup": "\n".join([case.imports, problem.given, problem.setup]),
+            "prepare": problem.prepare,
+            "test": case.source,
+            "classes": problem.classes,
+        }
         reply: dict[str, Any] = {}
         try:
             outcome = test.lines.ask(_TEST_START_SECONDS, order)
-            while "call" in outcome:
-                reply = self._ask(**outcome)
-                if "value" in reply:
-                    _decoded(reply["value"])  # only valid values reach the test
-                outcome = test.lines.ask(max(0.0, self.until - time.monotonic()), reply)
+            while "ask" in outcome:
+                reply = self._ask(**outcome["ask"])
+                outcome = test.lines.ask(max(0.0, self._until - time.monotonic()), reply)
         except ReplyLate:
             raise Failed("timeout") from None
         except NoReply as failure:
-            if reply:
-                raise Failed("limit") from None  # what the program returned was too much for the test
+            ending = test.end()
+            if reply:  # what the program returned was too much for the test
+                raise Failed("timeout" if ending.out_of_time else "limit") from None
             raise SandboxError(f"the process of a test gave no answer ({failure})") from failure
         finally:
             test.end()
-        if outcome.get("error") == "Unsendable":
+        error = outcome.get("error")
+        if error == "Unsendable":
             raise SandboxError(
                 f"a test calls a function with arguments that are not plain values: {case.source[:200]!r}",
                 "Change or remove the test",
             )
+        if error is not None and outcome["part"] == "setup" and not reply:
+            raise SandboxError(
+                f"the setup of a problem does not run ({error}): {problem.setup[:200]!r}", "Fix the setup"
+            )
         if outcome["held"] is not True:
-            raised = "error" in outcome and reply.get("error")  # by the program, and the test did not expect it
+            raised = error is not None and reply.get("error")  # by the program, and the test did not expect it
             raise Failed(_STATUS_OF.get(raised, "crash") if raised else "wrong")
 
     def _check_stream(self, case: Stream) -> None:
-        run = self._run = self.worker.start(inside.run_program)
-        program = (self.job.problem.setup + "\n" + self.job.program).encode(errors="replace")
+        run = self._run = self.worker.start(inside.run_program, self.job.cpu_seconds)
+        program = (self.job.problem.before_program + "\n" + self.job.program).encode(errors="replace")
         text = case.given.encode(errors="surrogateescape")
-        printed = _exchange(run, len(program).to_bytes(8, "big") + program + text, self.until)
+        printed = _exchange(run, len(program).to_bytes(8, "big") + program + text, self._until)
+        if not run.has_ended(self._until - time.monotonic()):  # it may close its output before its end
+            raise Failed("timeout")
         ending = self.end()
         assert ending is not None
         if ending.code == 3:
             raise Failed("limit")
         if ending.code != 0:
             raise Failed(_status(ending))
-        if not case.accepts(printed.decode(errors="surrogateescape")):
+        if not case.accepts(printed.decode(errors="surrogateescape"), self.job.tolerance):
             raise Failed("wrong")
 
 
@@ -254,13 +287,13 @@ def _exchange(run: SandboxRun, data: bytes, until: float) -> bytes:
 
 def _decoded(value: Any) -> Any:
     try:
-        return inside.decode(value)
+        return values.decode(value)
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise Failed("wrong") from None
 
 
 def _status(ending: Ending) -> Status:
     """The status of a program whose process ended before its answer."""
-    if ending.seconds >= CPU_SECONDS - 0.5 and ending.signal == signal.SIGKILL:
+    if ending.out_of_time or (ending.seconds >= CPU_SECONDS - 0.5 and ending.signal == signal.SIGKILL):
         return "timeout"
     return "limit" if ending.signal in (signal.SIGKILL, signal.SIGXFSZ) else "crash"

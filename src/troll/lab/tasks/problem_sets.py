@@ -149,18 +149,19 @@ def _humaneval(record: Record) -> Record:
     for code in (start, test):
         _program(record, "", [code])  # raises if it cannot be parsed
     question = f"Complete this function. Reply with all of its Python code in one block.\n```python\n{start}```"
-    return _program(record, question, _asserts(test, name), _without_function(start, name))
+    helpers = _without_function(start, name)
+    return _program(record, question, _asserts(test, name), helpers, given=helpers)
 
 
 def _code(record: Record) -> Record:
     prompt = field(record, ("prompt", "question", "problem", "text"), (str, list))
     tests = field(record, ("tests", "input_output", "test_list"), (str, list, dict))
     tests = tests if isinstance(tests, str) else json.dumps(tests)  # one type for the column
-    setup = record.row.get("setup") or ""
+    setup, prepare, given = (record.row.get(name) or "" for name in ("setup", "prepare", "given"))
     if isinstance(prompt, list):
-        return _program(record, prompt, tests, setup)
+        return _program(record, prompt, tests, setup, prepare, given)
     question = f"{prompt}\nReply with the Python code in one block."
-    return _program(record, question, tests, setup, mention_stdin=True)
+    return _program(record, question, tests, setup, prepare, given, mention_stdin=True)
 
 
 def _asserts(source: str, name: str) -> list[str]:
@@ -189,17 +190,23 @@ def _without_function(source: str, name: str) -> str:
 
 
 def _program(
-    record: Record, question: Any, tests: Any, setup: str = "", prepare: str = "", mention_stdin: bool = False
+    record: Record,
+    question: Any,
+    tests: Any,
+    setup: str = "",
+    prepare: str = "",
+    given: str = "",
+    mention_stdin: bool = False,
 ) -> Record:
-    """A programming problem. Raises, with the origin of the record, if its tests cannot be parsed."""
+    """A programming problem. Raises, with the origin of the record, if its tests cannot be judged."""
     try:
-        problem = read_problem(tests, setup, prepare)
+        problem = read_problem(tests, setup, prepare, given)
     except InputError as error:
         raise InputError(f"{record.origin}: {error.problem}", error.fix) from error
     if mention_stdin and isinstance(problem.cases[0], Stream):
         question += " It reads standard input and prints the answer."
     messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
-    row = {"prompt": messages, "tests": tests, "setup": setup, "prepare": prepare}
+    row = {"prompt": messages, "tests": tests, "setup": setup, "prepare": prepare, "given": given}
     return Record(row, record.origin)
 
 

@@ -1,7 +1,7 @@
 """The code that runs in the sandbox beside model-written code. ``Sandbox`` sends this file there as text.
 
-A run starts one of four functions: ``serve_calls`` (the program's functions are called), ``run_program`` (the program
-reads standard input and prints), ``run_test`` (a test that is code, in a process away from the program) or ``probe``.
+A run starts one of three functions: ``serve_calls`` (the program's functions are called), ``run_program`` (the program
+reads standard input and prints) or ``probe``. A test that is code runs in another process, in ``examiner.run_test``.
 Each reads requests from one file descriptor and writes replies to another.
 
 This code shares its process with the program. No reply is trusted, and no expected result is ever here. It imports
@@ -13,55 +13,199 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import copy
 import errno
+import io
 import json
+import operator
 import os
 import sys
 import threading
 import types
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from troll.rewards.sandbox.values import Unsendable, Wire, encode, state_of
 
 LIMIT = "limit"
 _OUT_OF_RESOURCES = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM, errno.EAGAIN)
 
 
-class Unsendable(BaseException):
-    """The value is not a Python literal. No ``except Exception`` of a test catches it."""
-
-
 def serve_calls(requests: int, replies: int) -> None:
-    """Execute code, evaluate expressions and call functions, one JSON line each, until the requests end.
+    """Execute code, evaluate expressions and use objects, one JSON line each, until the requests end."""
+    _provide_exit()
+    _Program(requests, replies).serve()
 
-    The reply is a value or the name of an exception.
-    """
-    module = types.ModuleType("program")
-    sys.modules["program"] = module  # dataclasses look it up there
-    for line in os.fdopen(requests, "rb"):
-        request = json.loads(line)
-        try:
-            reply = {"value": _result(request, module.__dict__)}
-        except BaseException as error:
-            reply = {"error": error_name(error)}
-        rest = memoryview(json.dumps(reply).encode() + b"\n")
+
+class _Program:
+    """The scope of the program, and those of its objects that the test refers to by a number."""
+
+    def __init__(self, requests: int, replies: int) -> None:
+        self._lines, self._replies = os.fdopen(requests, "rb"), replies
+        module = types.ModuleType("program")
+        sys.modules["program"] = module  # dataclasses look it up there
+        self.scope, self._shared = module.__dict__, set[str]()
+        self._held: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def serve(self) -> None:
+        while line := self._lines.readline():
+            self.send(self._reply(json.loads(line)))
+
+    def send(self, message: dict[str, Any]) -> None:
+        rest = memoryview(json.dumps(message).encode() + b"\n")
         while rest:
-            rest = rest[os.write(replies, rest) :]
+            rest = rest[os.write(self._replies, rest) :]
+
+    def call_back(self, number: int, args: Any, kwargs: Any) -> Any:
+        """The result of a function of the test."""
+        sent = Wire(self)
+        packed = sent.pack([list(args), kwargs])
+        self.send({"callback": number, "value": packed, "objects": sent.states()})
+        reply = json.loads(self._lines.readline())
+        if "error" in reply:
+            raise getattr(builtins, reply["error"], Exception)
+        return Wire(self, sent.objects).unpack(reply)
+
+    def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if "run" in request:
+                self._run(request["run"], request.get("shared", False))
+                return {"value": None}
+            if "evaluate" in request:
+                return {"value": self._evaluate(request["evaluate"], request.get("function", ""))}
+            return self._operate(request)
+        except BaseException as error:
+            reply: dict[str, Any] = {"error": error_name(error)}
+            if "operation" in request:
+                with contextlib.suppress(BaseException):
+                    reply |= self._details(error)
+            return reply
+
+    def _run(self, source: str, shared: bool) -> None:
+        try:
+            exec(compile(source, "program", "exec"), self.scope)
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+        if shared:
+            self._shared = {name for name, value in self.scope.items() if isinstance(value, type)}
+
+    def _evaluate(self, source: str, function: str) -> Any:
+        methods = {} if not function or function in self.scope else self._method(function)
+        value = eval(compile(source, "expression", "eval"), self.scope, methods)
+        try:
+            return encode(value)
+        except TypeError as error:
+            raise Unsendable from error
+
+    def _method(self, name: str) -> dict[str, Any]:
+        """A method of ``class Solution``, which some problems ask for in place of a function."""
+        return {name: getattr(self.scope["Solution"](), name)} if hasattr(self.scope.get("Solution"), name) else {}
+
+    def _name(self, name: str) -> Any:
+        found = self.scope if name in self.scope else self._method(name)
+        if name not in found:
+            raise NameError(name)
+        return found[name]
+
+    def _operate(self, request: dict[str, Any]) -> dict[str, Any]:
+        received = Wire(self)
+        args, kwargs = received.unpack(request)
+        if request["operation"] == "name":
+            value = self._name(*args)
+        else:
+            value = _OPERATIONS[request["operation"]](*args, **kwargs)
+        reply = Wire(self, received.objects)
+        message = {"value": reply.pack(value)}
+        if request.get("mutable"):
+            message["changed"] = reply.pack([list(args), kwargs])
+            message["given"] = [reply.pack(state_of(item)) for item in received.objects]
+        return {**message, "objects": reply.states()}
+
+    def _details(self, error: BaseException) -> dict[str, Any]:
+        wire = Wire(self)
+        packed = wire.pack([list(error.args), vars(error)])
+        return {"bases": _ancestry(type(error)), "value": packed, "objects": wire.states()}
+
+    # What a Wire asks of its side.
+
+    def shared_class(self, name: str) -> type | None:
+        found = self.scope.get(name) if name in self._shared else None
+        return found if isinstance(found, type) else None
+
+    def refer(self, value: Any) -> dict[str, Any] | None:
+        """The object by its number, and by its content if it extends a plain type; None for a plain value."""
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return {"exception": _ancestry(value)}
+        base = next((kind for kind in _BASES if isinstance(value, kind)), None)
+        if base is not None and type(value).__module__ != "program":
+            return None
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self._held)
+            self._held.append(value)
+        if base in (list, dict, set):
+            return {"container": number}
+        return {"remote": number if base is None else [number, encode(base(value), self.refer)]}
+
+    def resolve(self, kind: str, content: Any) -> Any:
+        if kind == "remote":
+            return self._held[content]
+        if kind == "builtin":
+            return getattr(builtins, content)
+        if kind == "callback":
+            return lambda *args, **kwargs: self.call_back(content, args, kwargs)
+        raise ValueError("not an encoded value")
 
 
-def _result(request: dict[str, Any], scope: dict[str, Any]) -> Any:
-    if "run" in request:
-        exec(compile(request["run"], "program", "exec"), scope)
-        return None
-    if "call" in request:
-        args, kwargs = (decode(part) for part in request["with"])
-        value = scope[request["call"]](*args, **kwargs)
-    else:
-        value = eval(compile(request["evaluate"], "expression", "eval"), scope)
+_BASES: tuple[Any, ...] = (int, float, str, tuple, list, dict, set)
+
+
+def _ancestry(kind: type) -> list[str]:
+    return [base.__name__ for base in kind.__mro__ if base is not object]
+
+
+def _next(iterator: Any) -> tuple[Any, ...]:
     try:
-        return encode(value)
-    except TypeError as error:
-        raise Unsendable from error
+        return (next(iterator),)
+    except StopIteration:
+        return ()
+
+
+def _exit(manager: Any, kind: type[BaseException] | None = None) -> Any:
+    return manager.__exit__(kind, None if kind is None else kind(), None)
+
+
+def _await(value: Any) -> Any:
+    import asyncio
+
+    async def result() -> Any:
+        return await value
+
+    return asyncio.run(result())
+
+
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "call": lambda *args, **kwargs: args[0](*args[1:], **kwargs),
+    "getattr": getattr,
+    "setattr": setattr,
+    "delattr": delattr,
+    "isinstance": isinstance,
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "await": _await,
+    "enter": lambda value: value.__enter__(),
+    "exit": _exit,
+    "next": _next,
+    "plain": lambda value: next(kind for kind in _BASES if isinstance(value, kind))(value),
+    **{kind.__name__: kind for kind in (bool, int, float, str)},
+    **{function.__name__: function for function in (len, iter, repr, abs, reversed, round)},
+    **{name: getattr(operator, name) for name in (
+        "getitem", "setitem", "delitem", "index", "neg", "pos", "invert", "eq", "ne", "lt", "le", "gt", "ge",
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "matmul",
+    )},
+}  # fmt: skip
 
 
 def run_program(requests: int, replies: int) -> None:
@@ -74,6 +218,8 @@ def run_program(requests: int, replies: int) -> None:
     os.dup2(replies, 1)
     os.close(requests)
     os.close(replies)
+    _provide_exit()
+    _provide_stdin()
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogateescape")
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="surrogateescape")
     module = types.ModuleType("__main__")
@@ -103,50 +249,6 @@ def _read(handle: int, size: int) -> bytes:
     return data
 
 
-def run_test(requests: int, replies: int) -> None:
-    """Run one test that is code, such as ``assert math.isclose(f(3), 9)``; the last line says whether it passed.
-
-    The program is in another process, which this one cannot reach. A call of one of its functions is written as a
-    request, and the result comes back as a plain value. So the program cannot see the test, and can answer only with
-    values.
-    """
-    lines = os.fdopen(requests, "rb")
-    order = json.loads(lines.readline())
-    scope: dict[str, Any] = {"__name__": "test"}
-    outcome: dict[str, Any] = {"held": True}
-    try:
-        exec(compile(order["setup"], "setup", "exec"), scope)
-        for name in order["names"]:
-            scope.setdefault(name, RemoteFunction(name, lines, replies))
-        exec(compile(order["test"], "test", "exec"), scope)
-    except AssertionError:
-        outcome = {"held": False}
-    except BaseException as error:
-        outcome = {"held": False, "error": type(error).__name__}
-    os.write(replies, json.dumps(outcome).encode() + b"\n")
-
-
-class RemoteFunction:
-    """A function of the program, called in the program's process."""
-
-    def __init__(self, name: str, requests: Any, replies: int) -> None:
-        self.name, self.requests, self.replies = name, requests, replies
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the call; the exception if it raised one."""
-        try:
-            request = {"call": self.name, "with": [encode(list(args)), encode(kwargs)]}
-        except TypeError as error:
-            raise Unsendable from error
-        os.write(self.replies, json.dumps(request).encode() + b"\n")
-        reply = json.loads(self.requests.readline())
-        if "error" in reply:
-            kind = getattr(builtins, reply["error"], Exception)
-            raised = kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception
-            raise RuntimeError if raised is StopIteration else raised  # or all(map(f, …)) would be true
-        return decode(reply["value"])
-
-
 def probe(requests: int, replies: int) -> None:
     """Reply once, with seven times the number in the request: shows that the sandbox works."""
     os.write(replies, json.dumps(7 * json.loads(os.read(requests, 100))).encode() + b"\n")
@@ -158,63 +260,24 @@ def error_name(error: BaseException) -> str:
     return LIMIT if out else type(error).__name__
 
 
-def encode(value: Any) -> Any:
-    """A Python value as JSON with its types: plain values as themselves, others as ``{type: content}``.
-
-    An instance of a subclass is written as its base type.
-
-    >>> encode({"a": (1, None)})
-    {'dict': [['a', {'tuple': [1, None]}]]}
-
-    Raises:
-        TypeError: the value is not a Python literal.
-    """
-    if value is None or value is True or value is False:
-        return value
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": bytes(value).hex()}
-    if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if isinstance(value, list):
-        return [encode(item) for item in value]
-    for name, kinds in (("tuple", tuple), ("set", set | frozenset)):
-        if isinstance(value, kinds):
-            return {name: [encode(item) for item in value]}
-    raise TypeError(f"{type(value).__name__} is not a literal")
+def _provide_exit() -> None:
+    """Define ``exit`` and ``quit``, which the module ``site`` defines elsewhere."""
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
 
 
-def decode(value: Any) -> Any:
-    """The value that was encoded.
+def _provide_stdin() -> None:
+    """Let a program open the standard streams by their names; the links to them lead through /proc, which is absent."""
+    numbers = {f"{folder}{name}": number for number, stream in enumerate(("stdin", "stdout", "stderr"))
+               for folder, name in (("/dev/", stream), ("/dev/fd/", number), ("/proc/self/fd/", number))}  # fmt: skip
+    opened, opened_by_os = io.open, os.open
 
-    Raises:
-        ValueError: ``encode`` does not write this.
-    """
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match value:
-        case {"tuple": list(items), **rest} if not rest:
-            return tuple(decode(item) for item in items)
-        case {"set": list(items), **rest} if not rest:
-            return set(_hashable([decode(item) for item in items]))
-        case {"dict": list(items), **rest} if not rest:
-            keys = _hashable([decode(key) for key, _ in items])
-            return dict(zip(keys, [decode(item) for _, item in items], strict=True))
-        case {"bytes": str(digits), **rest} if not rest:
-            return bytes.fromhex(digits)
-        case {"complex": [int() | float() as real, int() | float() as imaginary], **rest} if not rest:
-            return complex(real, imaginary)
-    raise ValueError("not an encoded value")
+    def open_file(file: Any, *args: Any, **kwargs: Any) -> Any:
+        name = os.fspath(file) if isinstance(file, str | os.PathLike) else None
+        return opened(os.dup(numbers[name]) if name in numbers else file, *args, **kwargs)
 
+    def open_handle(path: Any, *args: Any, **kwargs: Any) -> int:
+        name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+        return os.dup(numbers[name]) if name in numbers else opened_by_os(path, *args, **kwargs)
 
-def _hashable(items: Sequence[Any]) -> Sequence[Any]:
-    """The items; ValueError if more than 100 share a hash, because a set of colliding items takes minutes to build."""
-    if max(Counter(map(hash, items)).values(), default=0) > 100:
-        raise ValueError("more than 100 items with the same hash")
-    return items
+    builtins.open = io.open = open_file
+    os.open = open_handle

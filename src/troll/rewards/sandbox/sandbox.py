@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from troll.errors import InputError
-from troll.rewards.sandbox import inside
+from troll.rewards.sandbox import examiner, inside, values
 from troll.rewards.sandbox.isolation import (
     UNSANDBOXED_VARIABLE,
     Isolation,
@@ -30,6 +31,7 @@ from troll.rewards.sandbox.isolation import (
 from troll.rewards.workers.process import JsonLines, NoReply, ready
 
 START_SECONDS = 60.0  # a sandbox that has not replied by then counts as broken
+CPU_SECONDS = 6.0  # of a run
 END_SECONDS = 10.0  # for a killed run to be gone
 _SERVER = Path(__file__).with_name("server.py")
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
@@ -51,12 +53,14 @@ class Ending:
         signal: the signal that ended it, if any.
         seconds: CPU time.
         kilobytes: peak memory.
+        out_of_time: it was killed because its processor time was over.
     """
 
     code: int | None
     signal: int | None
     seconds: float
     kilobytes: int
+    out_of_time: bool = False
 
 
 class SandboxRun:
@@ -65,15 +69,27 @@ class SandboxRun:
     def __init__(self, replies: int, requests: int, control: socket.socket) -> None:
         self.replies, self.requests, self.control = replies, requests, control
         self.lines = JsonLines(replies, requests)
+        self._ending: Ending | None = None
 
     def end(self) -> Ending:
         """Kill the process if it still runs, and return how it ended."""
-        with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_WR)
-        try:
-            return self.wait(END_SECONDS)
-        finally:
-            self.close()
+        if self._ending is None:
+            with contextlib.suppress(OSError):
+                self.control.shutdown(socket.SHUT_WR)
+            try:
+                self._ending = self.wait(END_SECONDS)
+            finally:
+                self.close()
+        return self._ending
+
+    def allow(self, cpu_seconds: float) -> None:
+        """Give the process this much processor time from now on."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.control.send(struct.pack("d", cpu_seconds))
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether the process ends by itself within that time."""
+        return ready(self.control.fileno(), select.POLLIN, seconds)
 
     def wait(self, seconds: float) -> Ending:
         """How the process ended; SandboxError if it has not ended within that time."""
@@ -84,7 +100,13 @@ class SandboxRun:
         except (ValueError, OSError) as error:
             raise SandboxError("the sandbox ended before its run") from error
         code = os.waitstatus_to_exitcode(ending["status"])
-        return Ending(code if code >= 0 else None, -code if code < 0 else None, ending["seconds"], ending["kilobytes"])
+        return Ending(
+            code if code >= 0 else None,
+            -code if code < 0 else None,
+            ending["seconds"],
+            ending["kilobytes"],
+            ending["out_of_time"],
+        )
 
     def close_requests(self) -> None:
         """Close the pipe of requests: the input ends."""
@@ -110,7 +132,9 @@ class Sandbox:
         isolation: default ``best()``.
     """
 
-    def __init__(self, modules: Sequence[ModuleType], isolation: Isolation | None = None) -> None:
+    def __init__(
+        self, modules: Sequence[ModuleType], isolation: Isolation | None = None, packages: Sequence[str] = ()
+    ) -> None:
         isolation = isolation or best()
         settings = {
             "modules": _sources(modules),
@@ -143,15 +167,21 @@ class Sandbox:
             raise SandboxError(f"{isolation.name} did not start ({reason})") from failure
         mine.setblocking(True)
 
-    def start(self, function: Callable[[int, int], None], limits: Mapping[str, int] | None = None) -> SandboxRun:
+    def start(
+        self,
+        function: Callable[[int, int], None],
+        limits: Mapping[str, int] | None = None,
+        cpu_seconds: float = CPU_SECONDS,
+    ) -> SandboxRun:
         """Start a run: ``function(requests, replies)`` in a fresh process.
 
         Args:
             function: defined in one of the modules of this sandbox.
             limits: in place of the default ones, by their names in the module ``resource``.
+            cpu_seconds: processor time until ``SandboxRun.allow`` gives more.
         """
         entry = {"module": function.__module__, "function": function.__name__}
-        order = json.dumps({**entry, "limits": dict(limits or {})}).encode()
+        order = json.dumps({**entry, "limits": dict(limits or {}), "cpu_seconds": cpu_seconds}).encode()
         handles: list[int] = []
         try:
             for _ in range(2):
@@ -204,7 +234,7 @@ def _tried(unsandboxed: bool) -> tuple[Isolation | None, str]:
     problems: list[str] = []
     for isolation in isolations(unsandboxed):
         try:
-            sandbox = Sandbox([inside], isolation)
+            sandbox = Sandbox([values, inside, examiner], isolation)
             run = sandbox.start(inside.probe)
             answer = run.lines.ask(START_SECONDS, 6)
             run.end()

@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import types
 from typing import Any, NoReturn
 
@@ -150,12 +151,46 @@ def supervise(
         perform(order, settings, requests, replies)
     os.close(requests)
     os.close(replies)
-    process: Any = os.pidfd_open(pid)
-    if process not in select.select([process, control], [], [])[0]:
-        os.kill(pid, signal.SIGKILL)
+    out_of_time = wait_for(pid, control, order["cpu_seconds"])
     _, status, usage = os.wait4(pid, 0)
-    ending = {"status": status, "seconds": usage.ru_utime + usage.ru_stime, "kilobytes": usage.ru_maxrss}
+    ending = {
+        "status": status,
+        "seconds": usage.ru_utime + usage.ru_stime,
+        "kilobytes": usage.ru_maxrss,
+        "out_of_time": out_of_time,
+    }
     control.send(json.dumps(ending).encode())
+
+
+def wait_for(pid: int, control: socket.socket, cpu_seconds: float) -> bool:
+    """Wait until a run ends, and kill it if the control socket closes or its processor time is over.
+
+    A number on the control socket gives it that many seconds from now on. Returns whether its time was over.
+    """
+    process: Any = os.pidfd_open(pid)
+    end = cpu_seconds
+    while True:
+        pause = max(0.02, (end - cpu_time(pid)) / (os.cpu_count() or 1))
+        ready = select.select([process, control], [], [], pause)[0]
+        if process in ready:
+            return False
+        if control in ready:
+            message = control.recv(1 << 12)
+            if not message:
+                os.kill(pid, signal.SIGKILL)
+                return False
+            end = cpu_time(pid) + struct.unpack("d", message[-8:])[0]
+        elif cpu_time(pid) >= end:
+            os.kill(pid, signal.SIGKILL)
+            return True
+
+
+def cpu_time(pid: int) -> float:
+    """Processor time of a process and all its threads, in seconds."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # the clock of that process
+    except OSError:
+        return 0.0  # it has ended
 
 
 def perform(order: dict[str, Any], settings: dict[str, Any], requests: int, replies: int) -> NoReturn:
@@ -163,8 +198,11 @@ def perform(order: dict[str, Any], settings: dict[str, Any], requests: int, repl
     try:
         call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         os.setsid()
-        for stream in (1, 2):
-            os.dup2(0, stream)  # /dev/null
+        nowhere = (
+            0 if settings["readable"] else os.open(os.devnull, os.O_RDWR)
+        )  # its flags are those of all who share it
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
         os.dup2(requests, 3)  # requests ≥ 3 and replies > 3, so neither is overwritten
         os.dup2(replies, 4)
         os.closerange(5, 256)
