@@ -237,7 +237,7 @@ def test_a_test_that_cannot_be_judged_is_reported_when_it_is_read(test, says):
 
 
 def test_functions_of_the_library_need_no_import(worker):
-    tests = ["assert isclose(f(0.5), 0.25)", "assert math.isclose(f(0.5), 0.25)", "x = f(3)\nassert gcd(x, 9) == 9"]
+    tests = ["assert isclose(f(0.5), 0.25)", "assert math.isclose(f(0.5), 0.25)", "x = f(3)\nassert gcd(x, 6) == 3"]
     assert status(worker, SQUARE, tests) == "pass"
     for test in tests:
         cheat = "import math\nisclose = math.isclose = gcd = math.gcd = lambda *_: 9\ndef f(x): return 0"
@@ -402,5 +402,5 @@ def test_the_cache_of_problems_is_bounded_by_their_size(monkeypatch):
         cache.get((f'["assert f({n}) == {"1" * 500}"]', "", "", ""))
     assert cache.characters <= 10_000
     assert 5 < len(cache._problems) < 25
-    cache.get(('["assert f(0) == 1' + "0" * 20_000 + '"]', "", "", ""))
+    cache.get((f"[\"assert f(0) == '{'0' * 20_000}'\"]", "", "", ""))
     assert (cache.characters, len(cache._problems)) == (0, 0)

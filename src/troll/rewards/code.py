@@ -63,7 +63,6 @@ class CodeReward:
         seconds: wall time for each case, and for starting the program.
         cpu_seconds: the same in processor time.
         memory: of a program, in megabytes.
-        packages: installed packages that programs and tests may import, such as ``["numpy"]``.
         tolerance: by which a number may differ from an expected float, relative to it.
         size: number of programs that run at the same time; default one per core.
         isolation: of the sandbox; default the best one that works here.
@@ -78,7 +77,6 @@ class CodeReward:
         seconds: float = SECONDS,
         cpu_seconds: float = CPU_SECONDS,
         memory: int = MEMORY,
-        packages: Sequence[str] = (),
         tolerance: float = TOLERANCE,
         size: int | None = None,
         isolation: Isolation | None = None,
@@ -88,12 +86,8 @@ class CodeReward:
                 raise InputError(f"{name} must be > 0, got {value}", f"Omit {name} for the default")
         if not 0 <= tolerance < 1:
             raise InputError(f"tolerance must be ≥ 0 and < 1, got {tolerance}", f"The default is {TOLERANCE}")
-        if isinstance(packages, str):
-            raise InputError(f"packages must be a list of names, got {packages!r}", f"Use [{packages!r}]")
         self.partial, self.seconds, self.cpu_seconds, self.tolerance = partial, seconds, cpu_seconds, tolerance
-        self._pool: Pool[Job, Verdict] = Pool(
-            lambda: CodeWorker(isolation, int(memory), tuple(packages)), size=size, name="code"
-        )
+        self._pool: Pool[Job, Verdict] = Pool(lambda: CodeWorker(isolation, int(memory)), size=size, name="code")
 
     def __call__(
         self,

@@ -14,7 +14,7 @@ import random
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,8 +79,8 @@ class Failed(Exception):  # noqa: N818, an outcome
 class CodeWorker:
     """A worker of the pool: a sandbox and the judge outside of it. One job at a time."""
 
-    def __init__(self, isolation: Isolation | None = None, memory: int = MEMORY, packages: Sequence[str] = ()) -> None:
-        self._isolation, self._memory, self._packages, self._used = isolation, memory, packages, False
+    def __init__(self, isolation: Isolation | None = None, memory: int = MEMORY) -> None:
+        self._isolation, self._memory, self._used = isolation, memory, False
         self._sandbox = self._open()
 
     def do(self, job: Job) -> Verdict:
@@ -118,7 +118,9 @@ class CodeWorker:
         return self._start(function, cpu_seconds)
 
     def _start(self, function: Callable[[int, int], None], cpu_seconds: float) -> SandboxRun:
-        limits = {"RLIMIT_CPU": math.ceil(CPU_TOTAL * cpu_seconds), "RLIMIT_AS": self._memory << 20}
+        limits = {"RLIMIT_CPU": math.ceil(CPU_TOTAL * cpu_seconds)}
+        if self._memory != MEMORY:  # which is that of the isolation
+            limits["RLIMIT_AS"] = self._memory << 20
         return self._sandbox.start(function, limits, cpu_seconds)
 
     def end(self) -> None:
@@ -126,7 +128,7 @@ class CodeWorker:
         self._sandbox.end()
 
     def _open(self) -> Sandbox:
-        return Sandbox([values, inside, examiner], self._isolation, self._packages)
+        return Sandbox([values, inside, examiner], self._isolation)
 
 
 class _Program:
@@ -198,7 +200,7 @@ class _Program:
             ending = self.end()
             assert ending is not None
             raise Failed(_status(ending)) from None
-        if isinstance(reply, dict) and ("value" in reply or isinstance(reply.get("error"), str)):
+        if isinstance(reply, dict) and reply.keys() & {"value", "error"} and isinstance(reply.get("error", ""), str):
             return reply
         raise Failed("wrong")
 

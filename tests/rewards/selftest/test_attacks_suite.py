@@ -263,7 +263,7 @@ def test_what_landlock_leaks_is_that_a_file_is_there_and_nothing_else() -> None:
         run.end()
         worker.end()
         assert scene.harm() == []
-    found = dict(judge.inside.decode(reply["value"]))
+    found = dict(judge.values.decode(reply["value"]))
     leaks = {"stat": True, "exists": True, "access": True, "readlink": True, "path": True, "missing": False}
     filtered = dict.fromkeys(["chmod", "utime", "truncate", "chown", "link"], "PermissionError")
     walled = dict.fromkeys(["open", "listdir", "write", "create", "unlink", "rename", "mkdir"], "PermissionError")

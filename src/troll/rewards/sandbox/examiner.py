@@ -150,8 +150,8 @@ class Examiner:
             names = reply.get("bases") or [reply["error"], "Exception"]
             args, state = Wire(self).unpack(reply) if "bases" in reply else ((), {})
             kind = self.exception(names)
-        except _INVALID as error:
-            self._fail("Invalid", error)
+        except _INVALID as invalid:
+            self._fail("Invalid", invalid)
         if issubclass(kind, StopIteration) or not issubclass(kind, Exception):
             kind = RuntimeError  # or all(map(f, …)) would be true
         try:

@@ -132,12 +132,10 @@ class Sandbox:
         isolation: default ``best()``.
     """
 
-    def __init__(
-        self, modules: Sequence[ModuleType], isolation: Isolation | None = None, packages: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, modules: Sequence[ModuleType], isolation: Isolation | None = None) -> None:
         isolation = isolation or best()
         settings = {
-            "modules": _sources(modules),
+            "modules": _sources([values, *modules]),
             "filter": base64.b64encode(syscall_filter() if isolation.filtered else b"").decode(),
             "limits": dict(isolation.limits),
             "per_run_namespaces": isolation.per_run_namespaces,
