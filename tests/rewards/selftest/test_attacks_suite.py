@@ -294,11 +294,11 @@ class Test_the_suite_can_fail:  # noqa: N801
         test = "assert f(3) == 9"
         assert made("def f(x): return x * x", test) == "it passed"
         assert made("def f(x): return 8", test) == ""
-        assert made("def f(x): return x", "f(print)").startswith("there is no verdict (a test calls a function with")
+        assert made("def f(x): return x", "assert f(object()) >= 1").startswith("there is no verdict (a test calls a function with")
 
     def test_by_a_judge_that_fails(self, made, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(suite, "_honest_passes", lambda worker: True)
-        monkeypatch.setattr(judge.inside, "decode", lambda value: {}[value])
+        monkeypatch.setattr(judge.values, "decode", lambda value: {}[value])
         assert made("def f(x): return 8", "assert f(3) == 9") == "the judge failed (KeyError: None)"
 
     def test_by_a_judge_that_is_late(self, made, monkeypatch: pytest.MonkeyPatch) -> None:
