@@ -294,7 +294,9 @@ class Test_the_suite_can_fail:  # noqa: N801
         test = "assert f(3) == 9"
         assert made("def f(x): return x * x", test) == "it passed"
         assert made("def f(x): return 8", test) == ""
-        assert made("def f(x): return x", "assert f(object()) >= 1").startswith("there is no verdict (a test calls a function with")
+        assert made("def f(x): return x", "assert f(object()) >= 1").startswith(
+            "there is no verdict (a test calls a function with"
+        )
 
     def test_by_a_judge_that_fails(self, made, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(suite, "_honest_passes", lambda worker: True)
