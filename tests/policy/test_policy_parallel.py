@@ -191,11 +191,11 @@ def test_one_collective_of_the_documented_size(launch: Callable[[int], Found], w
         ("NaN", ["logit nan of token 20", "position [3]"]),
         ("NaN in the first column", ["logit nan of token 0", "position [3]"]),
         ("+inf", ["logit inf of token 35", "position [3]"]),
-        ("the sampled token is excluded", ["sampled token 35 with logit −inf", "position [3]"]),
+        ("the sampled token is excluded", ["got token 35 with logit −inf", "position [3]"]),
         ("all are excluded", ["only −inf logits", "position [3]"]),
-        ("an unknown token", ["sampled token 36 at position [0]", "ids from 0 to 35"]),
-        ("unequal without widths", ["another number elsewhere", "widths"]),
-        ("wrong widths", ["widths=[11, 11", "columns of every process"]),
+        ("an unknown token", ["got token 36 at position [0]", "ids from 0 to 35"]),
+        ("unequal without widths", ["another process a different number", "Pass widths"]),
+        ("wrong widths", ["got [11, 11", "columns of each of the"]),
     ],
 )
 def test_every_process_refuses_and_says_why(

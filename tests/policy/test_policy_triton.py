@@ -397,7 +397,7 @@ def test_a_sampled_token_that_is_none_is_refused(token: int) -> None:
     [
         (NAN, "logit nan of token 44 at position [1, 0] (1 such positions)"),
         (INF, "logit inf of token 44 at position [1, 0] (1 such positions)"),
-        (-INF, "sampled token 44 with logit −inf at position [1, 0]"),
+        (-INF, "token 44 with logit −inf at position [1, 0]"),
     ],
 )
 def test_logits_that_define_no_distribution_are_refused_by_name(spoil: float, given: str) -> None:
