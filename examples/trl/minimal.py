@@ -1,4 +1,4 @@
-"""Train a language model to add, with TRL and TROLL.
+"""Train a language model to add, by reinforcement learning with TRL.
 
     python minimal.py            Qwen2.5-0.5B-Instruct on a GPU
     python minimal.py --tiny     an untrained model of a few thousand parameters, on a CPU in seconds
