@@ -81,7 +81,7 @@ class Head:
     def __post_init__(self) -> None:
         require_tensor("weight", self.weight, "[V, H]", "Pass the parameter of the output layer: model.lm_head.weight")
         if self.bias is not None:
-            require_tensor("bias", self.bias, "[V]", "Pass model.lm_head.bias, or None if that is None")
+            require_tensor("bias", self.bias, "[V]", "Pass model.lm_head.bias, or leave bias out if the layer has none")
         if not is_number(self.scale):
             raise InputError(f"scale must be a number, got {describe(self.scale)}", "The default is 1.0")
         if self.softcap is not None:
